@@ -1,0 +1,117 @@
+"""K-FAC for layers that share weights, in its two variants, and E-KFAC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kronscope.approx.registry import register
+from kronscope.curvature import SecondMoment
+from kronscope.errors import NotFactoredError
+from kronscope.gradients.stream import FactoredAtoms, GradientStream
+from kronscope.kron import EigenbasisDiagonal, KroneckerProduct, PsdFactor, symmetric_product
+
+__all__ = ["EigenvalueCorrectedKfac", "KfacExpand", "KfacReduce"]
+
+
+@register
+@dataclass(frozen=True)
+class KfacReduce:
+    r"""K-FAC *reduce*: positions are summed before the outer products, as the paper uses it.
+
+    .. math:: K = \Big(\sum w \sum_c \bar b_c \bar b_c^\top\Big) \otimes \Big(\sum w\, \bar a \bar a^\top\Big), \qquad
+              \bar b = \sum_t b_t, \quad \bar a = \sum_t a_t .
+
+    Groups of a convolution and several uses of one weight count as further positions.
+    """
+
+    name: ClassVar[str] = "kfac-reduce"
+    title: ClassVar[str] = "K-FAC (reduce)"
+    kronecker: ClassVar[bool] = True
+    uses_batches: ClassVar[bool] = False
+
+    def fit(self, stream: GradientStream) -> KroneckerProduct:
+        """Fit the operator to the stream's second moment.
+
+        Raises:
+            NotFactoredError: the stream has whole gradients only.
+        """
+        return KroneckerProduct(*kfac_factors(stream, reduce=True))
+
+
+@register
+@dataclass(frozen=True)
+class KfacExpand:
+    r"""K-FAC *expand*: every position counts as a sample of its own.
+
+    .. math:: K = \Big(\sum w \sum_{c,t} b_{ct} b_{ct}^\top\Big) \otimes \Big(\sum w \sum_t a_t a_t^\top\Big) .
+
+    The same as *reduce* where nothing is shared.
+    """
+
+    name: ClassVar[str] = "kfac-expand"
+    title: ClassVar[str] = "K-FAC (expand)"
+    kronecker: ClassVar[bool] = True
+    uses_batches: ClassVar[bool] = False
+
+    def fit(self, stream: GradientStream) -> KroneckerProduct:
+        """Fit the operator to the stream's second moment.
+
+        Raises:
+            NotFactoredError: the stream has whole gradients only.
+        """
+        return KroneckerProduct(*kfac_factors(stream, reduce=False))
+
+
+@register
+@dataclass(frozen=True)
+class EigenvalueCorrectedKfac:
+    r"""E-KFAC: the diagonal of H in the eigenbasis of K-FAC *expand*.
+
+    (The basis of *reduce* is arbitrary on the null space of its factors, where H need not vanish.)
+    """
+
+    name: ClassVar[str] = "ekfac"
+    title: ClassVar[str] = "E-KFAC"
+    uses_batches: ClassVar[bool] = False
+
+    def fit(self, stream: GradientStream) -> EigenbasisDiagonal:
+        """Fit the operator to the stream's second moment.
+
+        Raises:
+            NotFactoredError: the stream has whole gradients only.
+        """
+        left, right = (factor.spectrum.vectors for factor in kfac_factors(stream, reduce=False))
+        return EigenbasisDiagonal(left, right, SecondMoment(stream).table(left, right))
+
+
+def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, PsdFactor]:
+    """Return K-FAC's two factors, computed once for a stream."""
+    key = ("kfac", reduce)
+    if key not in stream.memo:
+        m, n = stream.shape
+        left, right = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+        total = 0.0
+        for atoms in stream:
+            if not isinstance(atoms, FactoredAtoms):
+                raise NotFactoredError(
+                    "K-FAC needs the layer's inputs and output gradients, but only whole gradients are there; use a "
+                    "linear, convolution or embedding layer, or GradientStream.from_factors."
+                )
+            left = left.to(atoms.weights.device) + _side(atoms.row_factors, atoms.weights, reduce)
+            right = right.to(atoms.weights.device) + _side(atoms.col_factors, atoms.weights, reduce)
+            both = atoms.row_factors.shape[1] if atoms.col_factors.shape[1] > 1 else 1
+            total += float(atoms.weights.sum()) * both
+        # an average over samples on one side, so that K is of the first degree in the weights, as H is
+        stream.memo[key] = (PsdFactor(left), PsdFactor(right / total if total > 0 else right))
+    factors: tuple[PsdFactor, PsdFactor] = stream.memo[key]
+    return factors
+
+
+def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
+    wide = factors.sum(2, keepdim=True) if reduce else factors
+    flat = (wide.double() * weights.sqrt().view(-1, 1, 1, 1)).reshape(-1, factors.shape[-1])
+    return symmetric_product(flat)

@@ -1,0 +1,79 @@
+"""The Kronecker product that is closest in Kullback–Leibler divergence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kronscope.approx.registry import register
+from kronscope.curvature import SecondMoment
+from kronscope.errors import ConvergenceError
+from kronscope.gradients.stream import GradientStream
+from kronscope.kron import KroneckerProduct, PsdFactor
+
+__all__ = ["KlOptimal"]
+
+
+@register
+@dataclass(frozen=True)
+class KlOptimal:
+    r"""The Kronecker product that a Gaussian of covariance H is closest to, as KL-Shampoo estimates it.
+
+    The fixed point of the flip-flop
+
+    .. math:: L = \tfrac1n \sum w\, G R^{-1} G^\top, \qquad R = \tfrac1m \sum w\, G^\top L^{-1} G ,
+
+    taken on the ranges of L and R (n and m are then their ranks) and normalised every round. With too few gradients
+    there is no fixed point; that is an error, not an answer.
+
+    Attributes:
+        tolerance: Relative change of the normalised factors at which to stop.
+        max_rounds: Rounds after which not having converged is an error.
+    """
+
+    name: ClassVar[str] = "kl"
+    title: ClassVar[str] = "KL-optimal"
+    kronecker: ClassVar[bool] = True
+
+    tolerance: float = 1e-10
+    max_rounds: int = 500
+
+    def fit(self, stream: GradientStream) -> KroneckerProduct:
+        """Fit the operator to the stream's second moment.
+
+        Raises:
+            ConvergenceError: there is no fixed point, or it was not reached.
+        """
+        moment = SecondMoment(stream)
+        left, right = moment.factors()
+        if left.trace() == 0:
+            return KroneckerProduct(left, right, 0.0)
+        ranks = left.spectrum.rank, right.spectrum.rank
+        right = PsdFactor(right.matrix / right.norm())
+        change = float("inf")
+        for _ in range(self.max_rounds):
+            new_left = PsdFactor(moment.left(right.power(-1).matrix) / ranks[1])
+            self._check_rank(new_left, ranks[0])
+            new_right = PsdFactor(moment.right(new_left.power(-1).matrix) / ranks[0])
+            new_right = PsdFactor(new_right.matrix / new_right.norm())
+            self._check_rank(new_right, ranks[1])
+            change = max(
+                float(torch.linalg.matrix_norm(new_right.matrix - right.matrix)),
+                float(torch.linalg.matrix_norm(new_left.matrix - left.matrix)) / new_left.norm(),
+            )
+            left, right = new_left, new_right
+            if change <= self.tolerance:
+                return KroneckerProduct(left, right)
+        raise ConvergenceError(
+            f"the KL-optimal factors still change by {change:.1e} after {self.max_rounds} rounds ({self.tolerance:.0e} "
+            "asked for); with so few gradients they may not exist: use more samples, or raise max_rounds."
+        )
+
+    def _check_rank(self, factor: PsdFactor, expected: int) -> None:
+        if factor.spectrum.rank != expected:
+            raise ConvergenceError(
+                f"the KL-optimal factors degenerate (rank {factor.spectrum.rank} of {expected} left): there are too "
+                "few gradients for them to exist; use more samples."
+            )

@@ -1,0 +1,95 @@
+"""The registry: a new approximation is one file with a frozen dataclass, registered by name.
+
+The command line, the docs' table, legends and the conformance tests follow from what is registered here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from kronscope.errors import OptionError
+from kronscope.gradients.stream import GradientStream
+from kronscope.kron import Operator
+
+__all__ = ["Approximation", "all_approximations", "get", "names", "register"]
+
+
+class Approximation(Protocol):
+    """What fits an operator to a gradient stream.
+
+    Attributes:
+        name: The name it is registered and reported under.
+        title: The name people read in legends and tables.
+        kronecker: Whether the fit is a single Kronecker product.
+        fits_truth: Whether it is always fitted on the truth, as the bound the others are compared with.
+        uses_batches: Whether the batch size of the fit means anything to it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    kronecker: ClassVar[bool]
+    fits_truth: ClassVar[bool]
+    uses_batches: ClassVar[bool]
+
+    def fit(self, stream: GradientStream) -> Operator:
+        """Fit the operator to the stream's second moment."""
+        ...
+
+
+_REGISTRY: dict[str, type[Any]] = {}
+_Class = TypeVar("_Class", bound=type[Any])
+
+
+def register(cls: _Class) -> _Class:
+    """Register an approximation class under its ``name``; a class decorator.
+
+    Raises:
+        OptionError: another class has the name already.
+    """
+    known = _REGISTRY.get(cls.name)
+    if known is not None and known.__qualname__ != cls.__qualname__:
+        raise OptionError(f"an approximation named {cls.name!r} exists already ({known.__qualname__}); pick another name.")
+    for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
+        if not hasattr(cls, flag):
+            setattr(cls, flag, default)
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def names() -> tuple[str, ...]:
+    """Return the registered names, in the order of the docs' table."""
+    return tuple(_REGISTRY)
+
+
+def get(name: str | Approximation, **options: Any) -> Approximation:
+    """Return an approximation by name, with options of its own, or the given object itself.
+
+    Raises:
+        OptionError: no such name or option; the message lists what exists.
+
+    >>> get("kronecker-sum", rank=3)
+    KroneckerSumFit(rank=3, tolerance=1e-08, max_rounds=200)
+    """
+    if not isinstance(name, str):
+        if not callable(getattr(name, "fit", None)) or not isinstance(getattr(name, "name", None), str):
+            raise OptionError(f"an approximation needs a name and a fit(stream) method, got {name!r}.")
+        return name
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(name, _REGISTRY, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {', '.join(_REGISTRY)}."
+        raise OptionError(f"there is no approximation {name!r}; {hint}")
+    cls = _REGISTRY[name]
+    allowed = {field.name for field in fields(cls)}
+    if unknown := set(options) - allowed:
+        raise OptionError(
+            f"{name!r} has no option {', '.join(sorted(unknown))}; it has: {', '.join(sorted(allowed)) or 'none'}."
+        )
+    made: Approximation = cls(**options)
+    return made
+
+
+def all_approximations() -> tuple[Approximation, ...]:
+    """Return one of each, with default options."""
+    return tuple(get(name) for name in _REGISTRY)

@@ -1,0 +1,265 @@
+r"""Leading singular triples of the rearranged matrix :math:`\hat H = \sum w\, G \otimes G`, by block Golub–Kahan.
+
+:math:`\hat H` maps R to :math:`\sum w\, G R G^\top` and its transpose maps L to :math:`\sum w\, G^\top L G`; both keep
+symmetric matrices symmetric and antisymmetric ones antisymmetric, so the two subspaces are searched apart. Krylov
+spaces grow from the identity, are fully reorthogonalised, and restart from the best vectors found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronscope.curvature import SecondMoment
+from kronscope.errors import ConvergenceError
+
+__all__ = ["SingularTriples", "singular_triples"]
+
+Block = Tensor  # (b, d): b vectors of a space, as rows
+# Basis vectors before a restart: beyond this, orthogonalisation and memory cost more than a restart loses.
+_MAX_BASIS = 32
+# What remains of a unit vector after orthogonalisation when it lay in the span already.
+_DROP = 1e-12
+
+
+@dataclass(frozen=True)
+class SingularTriples:
+    r"""Leading singular triples of :math:`\hat H`, largest first.
+
+    Attributes:
+        sigma: Singular values (k,).
+        left: Matrices :math:`U_i` (k, m, m), unit Frobenius norm.
+        right: Matrices :math:`V_i` (k, n, n), unit Frobenius norm, with trace not negative.
+        residual: Largest :math:`\|\hat H^\top \operatorname{vec} U_i - \sigma_i \operatorname{vec} V_i\| / \sigma_1`.
+        rounds: Rounds of power iteration (one contraction on each side) spent, the certifying one included.
+    """
+
+    sigma: Tensor
+    left: Tensor
+    right: Tensor
+    residual: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A linear map between two inner-product spaces, as the solver sees it."""
+
+    forward: Callable[[Block], Block]
+    adjoint: Callable[[Block], Block]
+    inner_left: Callable[[Block, Block], Tensor]
+    inner_right: Callable[[Block, Block], Tensor]
+
+
+def singular_triples(
+    moment: SecondMoment,
+    rank: int,
+    *,
+    tolerance: float,
+    max_rounds: int,
+    symmetric_only: bool = False,
+    start: Tensor | None = None,
+) -> SingularTriples:
+    r"""Find the ``rank`` largest singular triples of :math:`\hat H`.
+
+    Args:
+        moment: The matrix H.
+        rank: How many.
+        tolerance: Residual, relative to the largest singular value, at which to stop.
+        max_rounds: Rounds after which not having converged is an error.
+        symmetric_only: Leave out pairs of antisymmetric factors (they cannot be among the first).
+        start: A right factor (n, n) to start from instead of the identity.
+
+    Raises:
+        ConvergenceError: the tolerance was not reached.
+    """
+    kernels = moment.kernels()
+    if kernels is not None and rank == 1 and start is None:
+        return _in_kernel_space(moment, kernels, tolerance, max_rounds)
+    parts = [_in_matrix_space(moment, rank, tolerance, max_rounds, antisymmetric=False, start=start)]
+    # without sharing every G is a sum of b aᵀ with one a, and a antisymmetric form vanishes on it
+    if not symmetric_only and kernels is None and min(moment.shape) > 1 and rank > 1:
+        parts.append(_in_matrix_space(moment, rank, tolerance, max_rounds, antisymmetric=True, start=None))
+    sigma = torch.cat([part.sigma for part in parts])
+    order = sigma.argsort(descending=True)[:rank]
+    return SingularTriples(
+        sigma[order],
+        torch.cat([part.left for part in parts])[order],
+        torch.cat([part.right for part in parts])[order],
+        max(part.residual for part in parts),
+        sum(part.rounds for part in parts),
+    )
+
+
+def _in_matrix_space(
+    moment: SecondMoment,
+    rank: int,
+    tolerance: float,
+    max_rounds: int,
+    *,
+    antisymmetric: bool,
+    start: Tensor | None,
+) -> SingularTriples:
+    m, n = moment.shape
+    sign = -1.0 if antisymmetric else 1.0
+    # how many triples the subspaces can have at most
+    room = min(m * (m + sign) // 2, n * (n + sign) // 2)
+    rank = int(min(rank, room))
+
+    def mapped(contract: Callable[[Tensor], Tensor], size: int) -> Callable[[Block], Block]:
+        def apply(block: Block) -> Block:
+            images = [contract(vector.view(size, size)) for vector in block]
+            return torch.stack([(image + sign * image.T) / 2 for image in images]).flatten(1)
+
+        return apply
+
+    def frobenius(one: Block, two: Block) -> Tensor:
+        return one @ two.T
+
+    problem = _Problem(mapped(moment.left, n), mapped(moment.right, m), frobenius, frobenius)
+    device = moment.left().device
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(rank, n, n, dtype=torch.float64, generator=generator).to(device)
+    first = (first + sign * first.mT) / 2
+    if not antisymmetric:
+        first[0] = torch.eye(n, dtype=torch.float64) if start is None else start
+    sigma, lefts, rights, residual, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds)
+    left, right = lefts.view(-1, m, m), rights.view(-1, n, n)
+    flip = torch.where(right.diagonal(dim1=1, dim2=2).sum(1) < 0, -1.0, 1.0).view(-1, 1, 1).to(right)
+    return SingularTriples(sigma, left * flip, right * flip, residual, rounds)
+
+
+def _in_kernel_space(
+    moment: SecondMoment, kernels: tuple[Tensor, Tensor, Tensor], tolerance: float, max_rounds: int
+) -> SingularTriples:
+    r"""The same on N-vectors: :math:`L = \sum_i x_i B_i^\top B_i`, :math:`R = \sum_i y_i a_i a_i^\top`.
+
+    With :math:`K_B, K_A` the inner products of those matrices, the maps are :math:`x = w \circ K_A y` and
+    :math:`y = w \circ K_B x`.
+    """
+    rows, cols, weights = kernels
+
+    problem = _Problem(
+        lambda y: weights * (y @ cols),
+        lambda x: weights * (x @ rows),
+        lambda x, other: x @ rows @ other.T,
+        lambda y, other: y @ cols @ other.T,
+    )
+    # right(I) is the first image that lies in the span; its coefficients are w times the squared norms of the rows
+    traces = _row_traces(moment)
+    sigma, x, y, residual, rounds = _golub_kahan(problem, (weights * traces)[None], 1, tolerance, max_rounds)
+    # the matrices themselves: contractions with coefficients in the place of the weights
+    left = _span(moment, x[0], 0)
+    right = _span(moment, y[0], 1)
+    if float(right.diagonal().sum()) < 0:
+        left, right = -left, -right
+    return SingularTriples(sigma, left[None], right[None], residual, rounds)
+
+
+def _row_traces(moment: SecondMoment) -> Tensor:
+    return torch.cat([a.wide().row_factors.square().sum((1, 2, 3)) for a in moment.stream])  # type: ignore[union-attr]
+
+
+def _span(moment: SecondMoment, coefficients: Tensor, mode: int) -> Tensor:
+    """Combine each sample's BᵀB (mode 0) or AᵀA (mode 1) with coefficients of either sign."""
+    size = moment.shape[mode]
+    total = coefficients.new_zeros(size, size)
+    at = 0
+    for atoms in moment.stream:
+        wide = atoms.wide()
+        factors = (wide.row_factors, wide.col_factors)[mode]  # type: ignore[union-attr]
+        part = coefficients[at : at + len(factors)].view(-1, 1, 1, 1)
+        flat = factors.reshape(-1, size)
+        total += flat.T @ (factors * part).reshape(-1, size)
+        at += len(factors)
+    return (total + total.T) / 2
+
+
+def _golub_kahan(
+    problem: _Problem, start: Block, rank: int, tolerance: float, max_rounds: int
+) -> tuple[Tensor, Block, Block, float, int]:
+    """Return sigma, left and right vectors, the certified residual, and the rounds spent."""
+    rounds = 0
+    block = start
+    while True:
+        rights = _orthonormal(block, None, problem.inner_right)
+        lefts: Block | None = None
+        newest = rights
+        small = start.new_zeros(0, 0)
+        while True:
+            images = problem.forward(newest)
+            fresh = _orthonormal(images, lefts, problem.inner_left)
+            lefts = fresh if lefts is None else torch.cat([lefts, fresh])
+            back = problem.adjoint(fresh) if len(fresh) else fresh.new_zeros(0, rights.shape[1])
+            rounds += 1
+            grown = _orthonormal(back, rights, problem.inner_right)
+            # coordinates of the adjoint images in the right basis: the rows of the small matrix
+            known = problem.inner_right(back, rights)
+            beyond = problem.inner_right(back, grown)
+            old = small
+            small = start.new_zeros(len(lefts), len(rights))
+            small[: old.shape[0], : old.shape[1]] = old
+            small[old.shape[0] :] = known
+            if old.shape[0] and len(rights) > old.shape[1]:
+                # what earlier left vectors see of right vectors that came later
+                small[: old.shape[0], old.shape[1] :] = problem.inner_left(lefts[: old.shape[0]], images)
+            p, sigma, qh = torch.linalg.svd(small, full_matrices=False)
+            tail = p[old.shape[0] :, :rank]
+            error = (tail.T @ beyond).norm(dim=1).max() if beyond.numel() else sigma.new_zeros(())
+            largest = sigma[0].clamp_min(torch.finfo(sigma.dtype).tiny)
+            done = bool(error <= tolerance * largest) or not len(grown)
+            if done or rounds >= max_rounds or len(rights) + len(grown) > max(_MAX_BASIS, 3 * rank):
+                break
+            rights, newest = torch.cat([rights, grown]), grown
+        found = qh[:rank] @ rights
+        if done or rounds >= max_rounds:
+            return _certified(problem, found, tolerance, rounds, max_rounds)
+        block = found
+
+
+def _certified(
+    problem: _Problem, found: Block, tolerance: float, rounds: int, max_rounds: int
+) -> tuple[Tensor, Block, Block, float, int]:
+    """Make the left vectors from the right ones and measure what is wrong with the pairs."""
+    images = problem.forward(found)
+    sigma = problem.inner_left(images, images).diagonal().clamp_min(0).sqrt()
+    lefts = images / sigma.clamp_min(torch.finfo(sigma.dtype).tiny)[:, None]
+    wrong = problem.adjoint(lefts) - sigma[:, None] * found
+    errors = problem.inner_right(wrong, wrong).diagonal().clamp_min(0).sqrt()
+    scale = float(sigma.max())
+    residual = float(errors.max()) / scale if scale > 0 else 0.0
+    # ten times the tolerance of the search, for the rounding of two more contractions
+    if residual > max(10 * tolerance, 1e-13):
+        raise ConvergenceError(
+            f"the leading Kronecker products did not converge: residual {residual:.1e} after {rounds} rounds, "
+            f"{tolerance:.0e} asked for within {max_rounds}; raise max_rounds or tolerance."
+        )
+    order = sigma.argsort(descending=True)
+    return sigma[order], lefts[order], found[order], residual, rounds + 1
+
+
+def _orthonormal(block: Block, basis: Block | None, inner: Callable[[Block, Block], Tensor]) -> Block:
+    """Orthonormalise vector by vector against a basis and each other, twice; what is left of rounding is dropped."""
+    known = block[:0] if basis is None else basis
+    start = len(known)
+    for index in range(len(block)):
+        vector = block[index : index + 1]
+        scale = inner(vector, vector).clamp_min(0).sqrt()
+        if float(scale) == 0.0:
+            continue
+        vector = vector / scale
+        left_over = 1.0
+        for _ in range(3):
+            if len(known):
+                vector = vector - inner(vector, known) @ known
+            norm = float(inner(vector, vector).clamp_min(0).sqrt())
+            left_over *= norm
+            if left_over < _DROP:
+                break
+            vector = vector / norm
+        if left_over >= _DROP:
+            known = torch.cat([known, vector])
+    return known[start:]

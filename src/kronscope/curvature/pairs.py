@@ -1,0 +1,77 @@
+r"""Squared inner products between all pairs of samples: what the norm of a second-moment matrix is made of.
+
+.. math:: S_{ij} = \sum_{c,d} \langle G_{ic}, G_{jd} \rangle^2, \qquad \|H\|_F^2 = \sum_{ij} w_i w_j S_{ij} .
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+
+__all__ = ["factor_kernels", "pair_squares"]
+
+# Entries of the largest intermediate of one tile (doubles: 256 MB).
+_TILE_ENTRIES = 32 << 20
+
+
+def pair_squares(first: Atoms, second: Atoms) -> Tensor:
+    """Return S (k, k') between the samples of two chunks, in float64."""
+    if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
+        if first.positions == 1 and second.positions == 1:
+            kernels = factor_kernels(first, second)
+            if kernels is not None:
+                return kernels[0] * kernels[1]
+        return _shared_pairs(first, second)
+    return _dense_pairs(first.dense(), second.dense())
+
+
+def factor_kernels(first: FactoredAtoms, second: FactoredAtoms) -> tuple[Tensor, Tensor] | None:
+    r"""Return the row and column kernels whose product is S, when the atoms are :math:`b_{ic} a_i^\top`.
+
+    The side with columns gives :math:`\\|B_i B_j^\\top\\|_F^2`, the other :math:`(a_i \\cdot a_j)^2`. None where both
+    sides have several columns, since S is then not such a product.
+    """
+    if min(first.row_factors.shape[1], first.col_factors.shape[1]) > 1:
+        return None
+    return _side_kernel(first.row_factors, second.row_factors), _side_kernel(first.col_factors, second.col_factors)
+
+
+def _side_kernel(first: Tensor, second: Tensor) -> Tensor:
+    """Squares of all inner products of (k, c, 1, d) factors, summed over the columns of each pair."""
+    k, c, _, width = first.shape
+    j, d = second.shape[:2]
+    out = first.new_empty(k, j, dtype=torch.float64)
+    right = second.reshape(j * d, width).double()
+    step = max(1, _TILE_ENTRIES // max(1, c * j * d))
+    for at in range(0, k, step):
+        left = first[at : at + step].reshape(-1, width).double()
+        products = (left @ right.T).square_()
+        out[at : at + step] = products.view(-1, c, j, d).sum((1, 3)) if c * d > 1 else products
+    return out
+
+
+def _dense_pairs(first: DenseAtoms, second: DenseAtoms) -> Tensor:
+    k, c = first.grads.shape[:2]
+    j, d = second.grads.shape[:2]
+    # float32 atoms are multiplied in float32: an entry's rounding is far below its sample's norm, and squares add up
+    # in float64
+    products = first.grads.flatten(2).flatten(0, 1) @ second.grads.flatten(2).flatten(0, 1).T
+    return products.square_().view(k, c, j, d).sum((1, 3), dtype=torch.float64)
+
+
+def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:
+    """Inner products over positions, Σ_ts (b_t·b_s)(a_t·a_s), a few samples at a time."""
+    out = torch.empty(len(first.weights), len(second.weights), dtype=torch.float64, device=first.weights.device)
+    rows_two, cols_two = second.row_factors.double(), second.col_factors.double()
+    per_pair = first.columns * second.columns * first.positions * second.positions
+    step = max(1, _TILE_ENTRIES // max(1, per_pair * len(second.weights)))
+    for at in range(0, len(first.weights), step):
+        part = first.part(at, at + step)
+        row_products = torch.einsum("kctm,jdsm->kjcdts", part.row_factors.double(), rows_two)
+        col_products = torch.einsum("kctn,jdsn->kjcdts", part.col_factors.double(), cols_two)
+        # broadcasting brings in the side whose columns are shared
+        inner = (row_products * col_products).sum((-1, -2))
+        out[at : at + step] = inner.square().sum((2, 3))
+    return out

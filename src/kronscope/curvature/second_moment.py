@@ -1,0 +1,417 @@
+r"""The second-moment matrix of a gradient stream and everything that can be said of it exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronscope.curvature.forms import FormPlan, plan_form
+from kronscope.curvature.pairs import factor_kernels, pair_squares
+from kronscope.errors import MemoryBudgetError, ShapeError
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.kron import (
+    Diagonal,
+    EigenbasisDiagonal,
+    Identity,
+    KroneckerProduct,
+    KroneckerSum,
+    Operator,
+    PsdFactor,
+    factored_gram,
+    mode_gram,
+)
+
+__all__ = ["SecondMoment"]
+
+# Formed gradients are kept between passes up to this many bytes.
+_KEEP_BYTES = 3 << 30
+# Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
+_MAX_KERNEL_SAMPLES = 6000
+_DENSE_BYTES = 8 << 30
+_WORK_BYTES = 128 << 20
+
+
+class SecondMoment:
+    r"""The matrix :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top` of a stream.
+
+    It is never formed (except by :meth:`to_dense`). Contractions are exact, accumulated in float64, and remembered on
+    the stream, so that asking twice costs once.
+
+    Args:
+        stream: The atoms.
+
+    >>> H = SecondMoment(GradientStream.from_tensors(torch.eye(2, dtype=torch.float64).view(2, 1, 2)))
+    >>> H.norm(), H.trace()
+    (0.70..., 1.0)
+    """
+
+    def __init__(self, stream: GradientStream) -> None:
+        self.stream = stream
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The layer's (m, n)."""
+        return self.stream.shape
+
+    # ------------------------------------------------------------------ scalars
+
+    def trace(self) -> float:
+        r"""Trace, :math:`\sum w \|G\|_F^2`."""
+        return self._once("trace", lambda: float(self.left().diagonal().sum()))
+
+    def norm(self) -> float:
+        r"""Frobenius norm, :math:`\|H\|_F^2 = \sum_{ij} w_i w_j \sum_{cd}\langle G_{ic}, G_{jd}\rangle^2`."""
+        return math.sqrt(max(self.norm_squared(), 0.0))
+
+    def norm_squared(self) -> float:
+        """Square of the Frobenius norm."""
+
+        def compute() -> float:
+            kernels = self.kernels()
+            if kernels is not None:
+                rows, cols, weights = kernels
+                return float(weights @ (rows * cols) @ weights)
+            return float(self.pair_sums().sum())
+
+        return self._once("norm_squared", compute)
+
+    def pair_sums(self, groups: Tensor | None = None) -> Tensor:
+        r"""Sum :math:`w_i w_j S_{ij}` over pairs of samples, by the groups the two samples belong to.
+
+        Args:
+            groups: Group (N,) of each sample, 0 to K-1; default all in one.
+
+        Returns:
+            Symmetric matrix (K, K), float64; its total is :math:`\|H\|_F^2`.
+        """
+        count = 1 if groups is None else int(groups.max()) + 1
+        out = torch.zeros(count, count, dtype=torch.float64)
+        for first, second, on_diagonal in self._tiles():
+            weighted = pair_squares(first, second) * first.weights[:, None] * second.weights
+            if groups is None:
+                tile = weighted.sum().view(1, 1).cpu()
+            else:
+                left = torch.nn.functional.one_hot(groups[first.samples.cpu()], count).double()
+                right = torch.nn.functional.one_hot(groups[second.samples.cpu()], count).double()
+                tile = left.T @ weighted.cpu() @ right
+            out += tile if on_diagonal else tile + tile.T
+        return out
+
+    def own_sums(self, *, same_column: bool = False) -> Tensor:
+        r"""Return :math:`w_i^2 \sum_{cd}\langle G_{ic}, G_{id}\rangle^2` (N,), the pairs a sample makes with itself.
+
+        Args:
+            same_column: Count only pairs of a column with itself.
+        """
+        parts = []
+        for atoms in self._chunks():
+            for part in _bounded(atoms):
+                grams = _own_gram(part)
+                if same_column:
+                    grams = grams.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+                parts.append(part.weights.square() * grams.square().sum((1, 2)))
+        return torch.cat(parts).cpu()
+
+    # ------------------------------------------------------------------ contractions
+
+    def left(self, R: Tensor | None = None) -> Tensor:  # noqa: N803
+        r"""Return :math:`\sum w\, G R G^\top` (m, m); ``R`` defaults to the identity. Costs M·mn² without sharing M·m²."""
+        return self._contract(0, R)
+
+    def right(self, L: Tensor | None = None) -> Tensor:  # noqa: N803
+        r"""Return :math:`\sum w\, G^\top L G` (n, n); ``L`` defaults to the identity."""
+        return self._contract(1, L)
+
+    def factors(self) -> tuple[PsdFactor, PsdFactor]:
+        """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
+        return self._once("factors", lambda: (PsdFactor(self.left()), PsdFactor(self.right())))
+
+    def matvec(self, V: Tensor) -> Tensor:  # noqa: N803
+        r"""Return :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
+        if V.shape[-2:] != self.shape:
+            raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
+        flat = V.reshape(-1, self.shape[0] * self.shape[1]).double()
+        out = torch.zeros_like(flat)
+        for grads, weights in self._flat():
+            out += ((flat @ grads.T) * weights) @ grads
+        return out.view(V.shape)
+
+    def mean(self) -> Tensor:
+        r"""Return the mean gradient :math:`\bar G = \sum_i w_i G_i` (m, n); label draws are averaged."""
+
+        def compute() -> Tensor:
+            total = torch.zeros(self.shape, dtype=torch.float64)
+            for atoms in self._chunks():
+                # D draws are D columns scaled by D^-1/2; their mean needs D^-1
+                scale = atoms.columns**-0.5 if self.stream.draws else 1.0
+                for part in _bounded(atoms, forming=True):
+                    wide = part.wide().dense()
+                    summed = (wide.grads * wide.weights.view(-1, 1, 1, 1)).sum((0, 1))
+                    total = total.to(summed.device) + scale * summed
+            return total
+
+        return self._once("mean", compute)
+
+    def table(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        r"""Return :math:`\Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2` (m, n), the diagonal of H in an eigenbasis.
+
+        Args:
+            left: Orthonormal :math:`Q_L` (m, m), or None for the identity.
+            right: Orthonormal :math:`Q_R` (n, n), or None for the identity.
+        """
+
+        def compute() -> tuple[Tensor, Any]:
+            total: Tensor | float = 0.0
+            for atoms in self._chunks():
+                for part in _bounded(atoms):
+                    total = total + _rotated_squares(part.wide(), left, right)
+            assert isinstance(total, Tensor)
+            return total, (left, right)  # the bases are kept so that their ids stay theirs
+
+        return self._once(("table", id(left), id(right)), compute)[0]
+
+    def has_table(self, left: Tensor | None, right: Tensor | None) -> bool:
+        """Whether :meth:`table` is known already for these bases."""
+        return ("table", id(left), id(right)) in self.stream.memo
+
+    def inner(self, op: Operator) -> float:
+        r"""Frobenius inner product :math:`\langle H, K\rangle = \sum w \langle G, K(G)\rangle` with an operator."""
+        if op.shape != self.shape:
+            raise ShapeError(f"H acts on {self.shape} matrices, the operator on {op.shape}.")
+        if isinstance(op, Identity):
+            return op.scale * self.trace()
+        if isinstance(op, KroneckerProduct):
+            if op.left.is_decomposed and op.right.is_decomposed:
+                spectra = op.left.spectrum, op.right.spectrum
+                table = self.table(spectra[0].vectors, spectra[1].vectors)
+                return op.scale * float(spectra[0].values @ table @ spectra[1].values)
+            return op.scale * self._inner_product(op.left.matrix, op.right.matrix)
+        if isinstance(op, KroneckerSum):
+            return sum(sigma * self._inner_product(left, right) for sigma, left, right in op.terms)
+        if type(op) in (EigenbasisDiagonal, Diagonal):
+            assert isinstance(op, EigenbasisDiagonal)
+            return float((op.values * self.table(op.left, op.right)).sum())
+        total = 0.0
+        for atoms in self._chunks():
+            for part in _bounded(atoms, forming=True):
+                wide = part.wide().dense()
+                products = (wide.grads * op.apply(wide.grads)).sum((1, 2, 3))
+                total += float(products @ wide.weights)
+        return total
+
+    def to_dense(self) -> Tensor:
+        """Return the mn x mn matrix.
+
+        Raises:
+            MemoryBudgetError: it would take more than 8 GiB.
+        """
+        size = self.shape[0] * self.shape[1]
+        if size * size * 8 > _DENSE_BYTES:
+            raise MemoryBudgetError(
+                f"a dense {size} x {size} matrix takes {size * size * 8 / 2**30:.0f} GiB; norm(), inner(), left(), "
+                "right() and matvec() give what you need without it."
+            )
+        dense = torch.zeros(size, size, dtype=torch.float64)
+        for grads, weights in self._flat():
+            dense = dense.to(grads.device) + grads.T @ (grads * weights[:, None])
+        return dense
+
+    # ------------------------------------------------------------------ how it is done
+
+    def kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        r"""Return (row kernel, column kernel, weights) over samples when every atom is :math:`b_{ic} a_i^\top`.
+
+        With them the norm is :math:`w^\top (K_B \circ K_A) w` and power iterations run on N-vectors. None where
+        weights are shared over positions, where gradients are whole, or where N is too large to keep N² numbers.
+        """
+
+        def compute() -> tuple[Tensor, Tensor, Tensor] | None:
+            if self.stream.num_samples > _MAX_KERNEL_SAMPLES or not self.stream.in_memory:
+                return None
+            chunks = list(self.stream)
+            plain = all(
+                isinstance(a, FactoredAtoms)
+                and a.positions == 1
+                and min(a.row_factors.shape[1], a.col_factors.shape[1]) == 1
+                for a in chunks
+            )
+            # with fewer samples than it takes to fill a factor, N-vectors are also the smaller space
+            return _assembled(chunks) if plain else None
+
+        return self._once("kernels", compute)
+
+    def plan(self) -> FormPlan:
+        """Say in which form the atoms are contracted, and what the choice is based on."""
+
+        def compute() -> FormPlan:
+            first = next(iter(self.stream))
+            if isinstance(first, DenseAtoms):
+                return FormPlan("dense", math.inf, 0.0)
+            return plan_form(self.shape, first.positions, first.columns, self.stream.num_samples)
+
+        return self._once("plan", compute)
+
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        if key not in self.stream.memo:
+            self.stream.memo[key] = compute()
+        return self.stream.memo[key]
+
+    def _chunks(self) -> Iterator[Atoms]:
+        """Iterate the chunks in the planned form; formed gradients are kept while they fit."""
+        if self.plan().form == "factored":
+            yield from self.stream
+            return
+        kept: list[Atoms] | None = self.stream.memo.get("dense chunks")
+        if kept is not None:
+            yield from kept
+            return
+        m, n = self.shape
+        size = 8 * self.stream.num_samples * self.stream.columns * m * n
+        keep = self.stream.in_memory and size <= _KEEP_BYTES
+        formed: list[Atoms] = []
+        for atoms in self.stream:
+            dense = atoms.dense()
+            if keep:
+                formed.append(dense)
+            yield dense
+        if keep:
+            self.stream.memo["dense chunks"] = formed
+
+    def _tiles(self) -> Iterator[tuple[Atoms, Atoms, bool]]:
+        """Yield each unordered pair of chunks once, with whether it is a chunk with itself."""
+        if self.stream.in_memory:
+            chunks = list(self._chunks())
+            if len(chunks) == 1 and len(chunks[0].weights) > 1:
+                # cut a lone chunk, so that the symmetric half is saved here too
+                chunks = list(_split(chunks[0], 8))
+            for i, first in enumerate(chunks):
+                for j in range(i, len(chunks)):
+                    yield first, chunks[j], i == j
+            return
+        for i, first in enumerate(self._chunks()):
+            for j, second in enumerate(self._chunks()):
+                if j >= i:
+                    yield first, second, i == j
+
+    def _contract(self, mode: int, other: Tensor | None) -> Tensor:
+        if other is None:
+            return self._once(("gram", mode), lambda: self._contraction(mode, None))
+        size = self.shape[1 - mode]
+        if other.shape != (size, size):
+            side = "left needs R" if mode == 0 else "right needs L"
+            raise ShapeError(f"{side} of shape ({size}, {size}), got {tuple(other.shape)}.")
+        return self._contraction(mode, other.double())
+
+    def _contraction(self, mode: int, other: Tensor | None) -> Tensor:
+        total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
+        for atoms in self._chunks():
+            for part in _bounded(atoms):
+                wide = part.wide()
+                if isinstance(wide, FactoredAtoms):
+                    sides = wide.row_factors, wide.col_factors
+                    gram = factored_gram(sides[mode], sides[1 - mode], wide.weights, other)
+                else:
+                    weights = wide.weights.repeat_interleave(wide.columns)
+                    gram = mode_gram(wide.grads.flatten(0, 1), weights, mode, other)
+                total = total.to(gram.device) + gram
+        return total
+
+    def _inner_product(self, left: Tensor, right: Tensor) -> float:
+        """⟨H, A⊗B⟩ through the contraction whose expensive product is the symmetric one."""
+        m, n = self.shape
+        symmetric = bool(torch.equal(left, left.T)) and bool(torch.equal(right, right.T))
+        if not symmetric:
+            return self._inner_general(left, right)
+        if m <= n:
+            return float((self.right(left) * right).sum())
+        return float((self.left(right) * left).sum())
+
+    def _inner_general(self, left: Tensor, right: Tensor) -> float:
+        total = 0.0
+        for atoms in self._chunks():
+            for part in _bounded(atoms, forming=True):
+                wide = part.wide().dense()
+                moved = left @ wide.grads @ right.T
+                total += float((wide.grads * moved).sum((1, 2, 3)) @ wide.weights)
+        return total
+
+    def _flat(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield gradients (k·c, mn) in float64 with a weight for each."""
+        for atoms in self._chunks():
+            for part in _bounded(atoms, forming=True):
+                wide = part.wide().dense()
+                yield wide.grads.flatten(2).flatten(0, 1), wide.weights.repeat_interleave(wide.columns)
+
+
+def _bounded(atoms: Atoms, *, forming: bool = False) -> Iterator[Atoms]:
+    """Cut a chunk so that what is made of it in float64 stays small; ``forming`` says that gradients will be formed."""
+    m, n = atoms.shape
+    per_sample = 8 * atoms.columns * m * n
+    if isinstance(atoms, FactoredAtoms):
+        rows, cols = atoms.row_factors, atoms.col_factors
+        # without sharing nothing of size mn is formed per sample
+        own = 8 * (rows[0].numel() + cols[0].numel() + atoms.columns * atoms.positions**2)
+        per_sample = own if atoms.positions == 1 and not forming else own + per_sample
+    step = max(1, _WORK_BYTES // max(per_sample, 1))
+    for at in range(0, len(atoms.weights), step):
+        yield atoms.part(at, at + step)
+
+
+def _split(atoms: Atoms, pieces: int) -> Iterator[Atoms]:
+    step = -(-len(atoms.weights) // pieces)
+    for at in range(0, len(atoms.weights), step):
+        yield atoms.part(at, at + step)
+
+
+def _own_gram(atoms: Atoms) -> Tensor:
+    """Inner products (k, c, c) between the columns of each sample."""
+    if isinstance(atoms, FactoredAtoms) and atoms.positions == 1:
+        rows, cols = atoms.row_factors.double().squeeze(2), atoms.col_factors.double().squeeze(2)
+        return (rows @ rows.mT) * (cols @ cols.mT)
+    flat = atoms.wide().dense().grads.flatten(2)
+    return flat @ flat.mT
+
+
+def _rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Weighted squares of the atoms' entries in a pair of bases."""
+    if isinstance(atoms, FactoredAtoms):
+        rows = atoms.row_factors if left is None else atoms.row_factors @ left
+        cols = atoms.col_factors if right is None else atoms.col_factors @ right
+        if atoms.positions == 1:
+            rows, cols = rows.squeeze(2).square(), cols.squeeze(2).square()
+            if rows.shape[1] == 1 or cols.shape[1] == 1:
+                return (rows.sum(1) * atoms.weights[:, None]).T @ cols.sum(1)
+            return (rows * atoms.weights.view(-1, 1, 1)).flatten(0, 1).T @ cols.flatten(0, 1)
+        grads = rows.mT @ cols
+    else:
+        grads = atoms.grads if right is None else atoms.grads @ right
+        grads = grads if left is None else left.T @ grads
+    return torch.tensordot(atoms.weights, grads.square().sum(1), 1)
+
+
+def _assembled(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the two N x N kernels tile by tile, the upper half only."""
+    pieces: list[FactoredAtoms] = []
+    for chunk in chunks:
+        assert isinstance(chunk, FactoredAtoms)
+        step = max(1, 1024 // max(chunk.columns, 1))
+        pieces.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
+    weights = torch.cat([piece.weights for piece in pieces])
+    count = len(weights)
+    rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)
+    starts = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + len(piece.weights))
+    for i, first in enumerate(pieces):
+        for j in range(i, len(pieces)):
+            tile = factor_kernels(first, pieces[j])
+            assert tile is not None
+            at, to = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
+            for kernel, block in zip((rows, cols), tile, strict=True):
+                kernel[at, to] = block
+                kernel[to, at] = block.T
+    return rows, cols, weights

@@ -1,0 +1,292 @@
+r"""Weighted gradient atoms, in chunks that can be iterated again and again.
+
+Every matrix kronscope looks at is :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top`
+over samples *i* and columns *c* (one per class direction or label draw). A stream delivers the atoms
+:math:`(w_i, G_{i\cdot})` chunk by chunk, whole (:class:`DenseAtoms`) or factored (:class:`FactoredAtoms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronscope.errors import DataError, NonFiniteError, ShapeError
+
+__all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
+
+# Bytes of one chunk of an in-memory stream: large enough for full GEMM speed, small beside the data itself.
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DenseAtoms:
+    """A chunk of whole gradients.
+
+    Attributes:
+        grads: Gradients (k, c, m, n): k samples, c columns each.
+        weights: Weights (k,) of the samples, float64.
+        samples: Numbers (k,) of the samples in data order.
+    """
+
+    grads: Tensor
+    weights: Tensor
+    samples: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The (m, n) of a gradient."""
+        return self.grads.shape[2], self.grads.shape[3]
+
+    @property
+    def columns(self) -> int:
+        """Columns of each sample."""
+        return self.grads.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return self.grads.numel() * self.grads.element_size()
+
+    def dense(self) -> DenseAtoms:
+        """Return itself."""
+        return self
+
+    def part(self, start: int, stop: int) -> DenseAtoms:
+        """Return samples ``start`` to ``stop`` of the chunk."""
+        return DenseAtoms(self.grads[start:stop], self.weights[start:stop], self.samples[start:stop])
+
+    def wide(self) -> DenseAtoms:
+        """Return the chunk in float64."""
+        return replace(self, grads=self.grads.double())
+
+
+@dataclass(frozen=True)
+class FactoredAtoms:
+    r"""A chunk of factored gradients :math:`G_{ic} = B_{ic}^\top A_{ic}` with t positions.
+
+    Attributes:
+        row_factors: :math:`B` (k, c or 1, t, m); for a linear layer the gradients of its outputs.
+        col_factors: :math:`A` (k, c or 1, t, n); for a linear layer its inputs, shared by all columns.
+        weights: Weights (k,) of the samples, float64.
+        samples: Numbers (k,) of the samples in data order.
+    """
+
+    row_factors: Tensor
+    col_factors: Tensor
+    weights: Tensor
+    samples: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The (m, n) of a gradient."""
+        return self.row_factors.shape[3], self.col_factors.shape[3]
+
+    @property
+    def columns(self) -> int:
+        """Columns of each sample."""
+        return max(self.row_factors.shape[1], self.col_factors.shape[1])
+
+    @property
+    def positions(self) -> int:
+        """Positions that share the weight: sequence entries, pixels of a convolution, uses of a tied weight."""
+        return self.row_factors.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return sum(f.numel() * f.element_size() for f in (self.row_factors, self.col_factors))
+
+    def dense(self) -> DenseAtoms:
+        """Form the gradients."""
+        return DenseAtoms(self.row_factors.mT @ self.col_factors, self.weights, self.samples)
+
+    def part(self, start: int, stop: int) -> FactoredAtoms:
+        """Return samples ``start`` to ``stop`` of the chunk."""
+        cut = slice(start, stop)
+        return FactoredAtoms(self.row_factors[cut], self.col_factors[cut], self.weights[cut], self.samples[cut])
+
+    def wide(self) -> FactoredAtoms:
+        """Return the chunk in float64."""
+        return replace(self, row_factors=self.row_factors.double(), col_factors=self.col_factors.double())
+
+
+Atoms = DenseAtoms | FactoredAtoms
+
+
+class GradientStream:
+    """Weighted atoms of one (m, n) layer, re-iterable, in chunks.
+
+    Iterating calls ``source`` anew and must give the same chunks in the same order every time. Build one from tensors
+    with :meth:`from_tensors` or :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
+
+    >>> stream = GradientStream.from_tensors(torch.ones(4, 2, 3))
+    >>> stream.shape, stream.num_samples, stream.total_weight()
+    ((2, 3), 4, 1.0)
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Iterable[Atoms]],
+        shape: tuple[int, int],
+        num_samples: int,
+        columns: int,
+        *,
+        draws: bool = False,
+        in_memory: bool = False,
+    ) -> None:
+        """Wrap a source of chunks.
+
+        Args:
+            source: Called for each pass; gives the chunks.
+            shape: The (m, n) of a gradient.
+            num_samples: Samples in a pass.
+            columns: Columns of each sample.
+            draws: Whether the columns are independent label draws, so that the stream is itself an estimate.
+            in_memory: Whether a pass costs nothing but reading memory.
+        """
+        self._source = source
+        self.shape = (int(shape[0]), int(shape[1]))
+        self.num_samples = int(num_samples)
+        self.columns = int(columns)
+        self.draws = draws
+        self.in_memory = in_memory
+        # contractions of this stream, computed once; a stream never changes, so nothing can go stale
+        self.memo: dict[Any, Any] = {}
+
+    def __iter__(self) -> Iterator[Atoms]:
+        """Start a new pass over the chunks."""
+        return iter(self._source())
+
+    def __repr__(self) -> str:
+        """Say what it holds."""
+        m, n = self.shape
+        return f"GradientStream({m}x{n}, {self.num_samples} samples, {self.columns} columns)"
+
+    @classmethod
+    def from_tensors(cls, G: Tensor, weights: Tensor | None = None) -> GradientStream:  # noqa: N803
+        r"""Take whole gradients: :math:`H = \sum_i w_i \operatorname{vec}(G_i)\operatorname{vec}(G_i)^\top`.
+
+        Args:
+            G: Gradients (N, m, n).
+            weights: Weights (N,), not negative; default 1/N.
+
+        Raises:
+            ShapeError: wrong dimensions.
+            DataError: no gradients, or negative weights.
+            NonFiniteError: NaN or infinity in the gradients or weights.
+        """
+        if G.ndim != 3:
+            raise ShapeError(f"from_tensors needs gradients (N, m, n), got {tuple(G.shape)}.")
+        grads = _checked(G, "gradients")
+        checked = _checked_weights(weights, grads)
+        whole = DenseAtoms(grads.unsqueeze(1), checked, torch.arange(len(grads), device=grads.device))
+        return cls.of_chunks(whole)
+
+    @classmethod
+    def from_factors(cls, B: Tensor, A: Tensor, weights: Tensor | None = None) -> GradientStream:  # noqa: N803
+        r"""Take factored gradients :math:`G_i = B_i^\top A_i`; the form K-FAC needs.
+
+        Args:
+            B: Output gradients (N, T, m).
+            A: Inputs (N, T, n).
+            weights: Weights (N,), not negative; default 1/N.
+
+        Raises:
+            ShapeError: wrong dimensions.
+            DataError: no gradients, or negative weights.
+            NonFiniteError: NaN or infinity in the factors or weights.
+        """
+        if B.ndim != 3 or A.ndim != 3 or B.shape[:2] != A.shape[:2]:
+            raise ShapeError(
+                f"from_factors needs B (N, T, m) and A (N, T, n) with one N and T, "
+                f"got {tuple(B.shape)} and {tuple(A.shape)}."
+            )
+        common = torch.promote_types(B.dtype, A.dtype)
+        rows, cols = _checked(B.to(common), "output gradients"), _checked(A.to(common), "inputs")
+        checked = _checked_weights(weights, rows)
+        numbers = torch.arange(len(rows), device=rows.device)
+        return cls.of_chunks(FactoredAtoms(rows.unsqueeze(1), cols.unsqueeze(1), checked, numbers))
+
+    @classmethod
+    def of_chunks(cls, *chunks: Atoms, draws: bool = False) -> GradientStream:
+        """Serve chunks that are in memory; large ones are cut into parts."""
+        if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
+            raise DataError("a gradient stream needs at least one gradient.")
+        parts: list[Atoms] = []
+        for chunk in chunks:
+            step = max(1, _CHUNK_BYTES * len(chunk.weights) // max(chunk.nbytes, 1))
+            parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
+        return cls(
+            lambda: parts,
+            chunks[0].shape,
+            sum(len(chunk.weights) for chunk in chunks),
+            max(chunk.columns for chunk in chunks),
+            draws=draws,
+            in_memory=True,
+        )
+
+    def total_weight(self) -> float:
+        """Sum of the samples' weights."""
+        return sum(float(chunk.weights.sum()) for chunk in self)
+
+    def map(self, change: Callable[[Atoms], Atoms]) -> GradientStream:
+        """Return a stream whose chunks are changed one by one, lazily unless they are views."""
+        source = self._source
+        return GradientStream(
+            lambda: (change(chunk) for chunk in source()),
+            self.shape,
+            self.num_samples,
+            self.columns,
+            draws=self.draws,
+            in_memory=self.in_memory,
+        )
+
+    def reweighted(self, weights: Tensor) -> GradientStream:
+        """Return the same atoms with other weights, indexed by sample number."""
+        return self.map(lambda chunk: replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]))
+
+    def with_atom(self, grad: Tensor, weight: float) -> GradientStream:
+        """Return the stream with one more atom (m, n), numbered after the last sample."""
+        source, number = self._source, self.num_samples
+        extra = DenseAtoms(
+            grad.view(1, 1, *self.shape),
+            torch.tensor([weight], dtype=torch.float64, device=grad.device),
+            torch.tensor([number], device=grad.device),
+        )
+
+        def chunks() -> Iterator[Atoms]:
+            yield from source()
+            yield extra
+
+        return GradientStream(
+            chunks, self.shape, number + 1, self.columns, draws=self.draws, in_memory=self.in_memory
+        )
+
+
+def _checked(values: Tensor, what: str) -> Tensor:
+    if values.shape[0] == 0:
+        raise DataError(f"a gradient stream needs at least one sample, got {what} of shape {tuple(values.shape)}.")
+    if not values.dtype.is_floating_point:
+        raise ShapeError(f"the {what} must be real floating-point tensors, got {values.dtype}.")
+    if not bool(torch.isfinite(values).all()):
+        raise NonFiniteError(f"the {what} contain NaN or infinity; drop those samples or mend the model first.")
+    values = values.detach()
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def _checked_weights(weights: Tensor | None, like: Tensor) -> Tensor:
+    count = like.shape[0]
+    if weights is None:
+        return torch.full((count,), 1.0 / count, dtype=torch.float64, device=like.device)
+    weights = torch.as_tensor(weights, dtype=torch.float64, device=like.device).detach()
+    if weights.shape != (count,):
+        raise ShapeError(f"weights must have shape ({count},), got {tuple(weights.shape)}.")
+    if not bool(torch.isfinite(weights).all()):
+        raise NonFiniteError("the weights contain NaN or infinity.")
+    if bool((weights < 0).any()):
+        raise DataError("weights must not be negative: H would no longer be positive semi-definite.")
+    return weights.clone()

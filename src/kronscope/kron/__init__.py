@@ -1,0 +1,36 @@
+"""Shared numerics of the measuring and the training half: gradients to factors, powers of factors, operators."""
+
+from __future__ import annotations
+
+from kronscope.kron.factors import Averaging, Ema, FactorState, Mean, Sum
+from kronscope.kron.grams import factored_gram, mode_gram, symmetric_product
+from kronscope.kron.operators import (
+    Diagonal,
+    EigenbasisDiagonal,
+    Identity,
+    KroneckerProduct,
+    KroneckerSum,
+    Operator,
+)
+from kronscope.kron.powers import PsdFactor, Spectrum, default_cutoff, psd_power
+
+__all__ = [
+    "Averaging",
+    "Diagonal",
+    "EigenbasisDiagonal",
+    "Ema",
+    "FactorState",
+    "Identity",
+    "KroneckerProduct",
+    "KroneckerSum",
+    "Mean",
+    "Operator",
+    "PsdFactor",
+    "Spectrum",
+    "Sum",
+    "default_cutoff",
+    "factored_gram",
+    "mode_gram",
+    "psd_power",
+    "symmetric_product",
+]

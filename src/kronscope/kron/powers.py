@@ -1,0 +1,146 @@
+r"""Powers of symmetric positive semi-definite matrices: the only code that takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kronscope.errors import NonFiniteError, OptionError, ShapeError
+
+__all__ = ["PsdFactor", "Spectrum", "default_cutoff", "psd_power"]
+
+
+def default_cutoff(size: int, dtype: torch.dtype) -> float:
+    r"""Relative size below which an eigenvalue is rounding: :math:`d \cdot \epsilon`, as for a numerical rank.
+
+    >>> default_cutoff(100, torch.float64) < 1e-13
+    True
+    """
+    return max(size, 1) * torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    r"""Eigendecomposition :math:`A = Q \operatorname{diag}(\lambda) Q^\top` of a symmetric PSD matrix.
+
+    Attributes:
+        values: Eigenvalues (d,), ascending at construction from a matrix, never negative; rounding counts as zero.
+        vectors: Orthonormal eigenvectors (d, d), one per column.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, cutoff: float | None = None) -> Spectrum:
+        """Decompose ``matrix``; eigenvalues below ``cutoff`` times the largest become exactly zero.
+
+        Raises:
+            ShapeError: ``matrix`` is not square.
+            NonFiniteError: ``matrix`` contains NaN or infinity.
+        """
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ShapeError(
+                f"a power needs a square matrix, got {tuple(matrix.shape)}; for a gradient call mode_gram first."
+            )
+        if not bool(torch.isfinite(matrix).all()):
+            raise NonFiniteError("cannot take a power of a matrix with NaN or infinity; check the gradients it is from.")
+        values, vectors = torch.linalg.eigh(matrix)
+        relative = default_cutoff(matrix.shape[0], matrix.dtype) if cutoff is None else cutoff
+        largest = values[-1].clamp_min(0) if values.numel() else values.sum()
+        return cls(torch.where(values > relative * largest, values, torch.zeros_like(values)), vectors)
+
+    def powered(self, exponent: float) -> Tensor:
+        """Return the eigenvalues to ``exponent``; zeros stay zero, also for exponents that are not positive."""
+        positive = self.values > 0
+        safe = torch.where(positive, self.values, torch.ones_like(self.values))
+        return torch.where(positive, safe**exponent, torch.zeros_like(safe))
+
+    @property
+    def rank(self) -> int:
+        """Number of eigenvalues that are not zero."""
+        return int((self.values > 0).sum())
+
+    def matrix(self) -> Tensor:
+        """Return the matrix with this spectrum, symmetric to the last bit."""
+        product = (self.vectors * self.values) @ self.vectors.T
+        return (product + product.T) / 2
+
+
+def psd_power(matrix: Tensor, exponent: float, *, cutoff: float | None = None) -> Tensor:
+    r"""Raise a symmetric PSD matrix to a real power.
+
+    With :math:`A = Q\Lambda Q^\top` (``matrix``) and :math:`p` (``exponent``),
+
+    .. math:: A^p = Q \operatorname{diag}(\lambda_i^p) Q^\top ,
+
+    where eigenvalues below ``cutoff`` times the largest count as zero, and stay zero for every power: negative powers
+    are pseudo-inverses, and the power zero is the projector onto the range.
+
+    Args:
+        matrix: Symmetric PSD matrix (d, d).
+        exponent: Any real number.
+        cutoff: Relative cutoff; default :func:`default_cutoff`.
+
+    Raises:
+        ShapeError: ``matrix`` is not square.
+        NonFiniteError: ``matrix`` contains NaN or infinity.
+
+    >>> psd_power(torch.diag(torch.tensor([4.0, 16.0])), -0.5).diagonal()
+    tensor([0.5000, 0.2500])
+    """
+    spectrum = Spectrum.of(matrix, cutoff)
+    return Spectrum(spectrum.powered(exponent), spectrum.vectors).matrix()
+
+
+class PsdFactor:
+    """One side of a Kronecker product: a PSD matrix whose eigendecomposition is computed once, when first needed.
+
+    Powers of a factor share its eigenvectors, so everything that is diagonal in one basis is recognised as such.
+
+    >>> factor = PsdFactor(torch.diag(torch.tensor([4.0, 1.0])))
+    >>> factor.power(0.5).matrix.diagonal()
+    tensor([2., 1.])
+    """
+
+    def __init__(self, matrix: Tensor, *, spectrum: Spectrum | None = None) -> None:
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ShapeError(f"a Kronecker factor is a square matrix, got {tuple(matrix.shape)}.")
+        self.matrix = matrix
+        if spectrum is not None:
+            self.__dict__["spectrum"] = spectrum
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """The eigendecomposition, rank-revealing."""
+        return Spectrum.of(self.matrix)
+
+    @property
+    def is_decomposed(self) -> bool:
+        """Whether the eigendecomposition has been computed already."""
+        return "spectrum" in self.__dict__
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.matrix.shape[0]
+
+    def power(self, exponent: float) -> PsdFactor:
+        """Return the factor to a real power, in the same eigenbasis; one is the factor itself."""
+        if exponent != exponent or exponent in (float("inf"), float("-inf")):
+            raise OptionError(f"an exponent must be a finite number, got {exponent}.")
+        if exponent == 1:
+            return self
+        powered = Spectrum(self.spectrum.powered(exponent), self.spectrum.vectors)
+        return PsdFactor(powered.matrix(), spectrum=powered)
+
+    def norm(self) -> float:
+        """Frobenius norm."""
+        return float(torch.linalg.matrix_norm(self.matrix))
+
+    def trace(self) -> float:
+        """Trace."""
+        return float(self.matrix.diagonal().sum())
