@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ConvergenceError",
     "DataError",
+    "GradientError",
     "KronscopeError",
     "LabelError",
     "LayerError",
@@ -22,6 +23,7 @@ __all__ = [
     "ResultsError",
     "RunError",
     "ShapeError",
+    "StateError",
 ]
 
 
@@ -83,3 +85,11 @@ class MissingDataError(DataError, FileNotFoundError):
 
 class RunError(KronscopeError, RuntimeError):
     """A run folder is in use, holds another run, or is damaged."""
+
+
+class GradientError(KronscopeError, RuntimeError):
+    """An optimizer was given a gradient of a kind it cannot treat: sparse, complex or not floating-point."""
+
+
+class StateError(KronscopeError, ValueError):
+    """An optimizer's state is not there yet, or a saved one does not fit the model."""

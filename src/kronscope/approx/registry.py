@@ -50,7 +50,9 @@ def register(cls: _Class) -> _Class:
     """
     known = _REGISTRY.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
-        raise OptionError(f"an approximation named {cls.name!r} exists already ({known.__qualname__}); pick another name.")
+        raise OptionError(
+            f"an approximation named {cls.name!r} exists already ({known.__qualname__}); pick another name."
+        )
     for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
         if not hasattr(cls, flag):
             setattr(cls, flag, default)

@@ -18,7 +18,7 @@ __all__ = ["DiagonalFit", "IdentityFit", "OneSided"]
 @register
 @dataclass(frozen=True)
 class OneSided:
-    r"""One-sided Shampoo: :math:`L \otimes I/n` when m ≤ n, else :math:`I \otimes R/m`; only the small factor is kept."""
+    r"""One-sided Shampoo: :math:`L \otimes I/n` when m ≤ n, else :math:`I \otimes R/m`; it keeps the small factor."""
 
     name: ClassVar[str] = "one-sided"
     title: ClassVar[str] = "One-sided"

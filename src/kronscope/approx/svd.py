@@ -21,6 +21,7 @@ __all__ = ["SingularTriples", "singular_triples"]
 Block = Tensor  # (b, d): b vectors of a space, as rows
 # Basis vectors before a restart: beyond this, orthogonalisation and memory cost more than a restart loses.
 _MAX_BASIS = 32
+_BASIS_BYTES = 1 << 30
 # What remains of a unit vector after orthogonalisation when it lay in the span already.
 _DROP = 1e-12
 
@@ -52,6 +53,7 @@ class _Problem:
     adjoint: Callable[[Block], Block]
     inner_left: Callable[[Block, Block], Tensor]
     inner_right: Callable[[Block, Block], Tensor]
+    left_size: int
 
 
 def singular_triples(
@@ -119,7 +121,7 @@ def _in_matrix_space(
     def frobenius(one: Block, two: Block) -> Tensor:
         return one @ two.T
 
-    problem = _Problem(mapped(moment.left, n), mapped(moment.right, m), frobenius, frobenius)
+    problem = _Problem(mapped(moment.left, n), mapped(moment.right, m), frobenius, frobenius, m * m)
     device = moment.left().device
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(rank, n, n, dtype=torch.float64, generator=generator).to(device)
@@ -147,6 +149,7 @@ def _in_kernel_space(
         lambda x: weights * (x @ rows),
         lambda x, other: x @ rows @ other.T,
         lambda y, other: y @ cols @ other.T,
+        len(weights),
     )
     # right(I) is the first image that lies in the span; its coefficients are w times the squared norms of the rows
     traces = _row_traces(moment)
@@ -184,6 +187,8 @@ def _golub_kahan(
     """Return sigma, left and right vectors, the certified residual, and the rounds spent."""
     rounds = 0
     block = start
+    affordable = _BASIS_BYTES // (8 * (start.shape[1] + problem.left_size))
+    room = max(3 * rank, min(_MAX_BASIS, affordable), 4)
     while True:
         rights = _orthonormal(block, None, problem.inner_right)
         lefts: Block | None = None
@@ -211,7 +216,7 @@ def _golub_kahan(
             error = (tail.T @ beyond).norm(dim=1).max() if beyond.numel() else sigma.new_zeros(())
             largest = sigma[0].clamp_min(torch.finfo(sigma.dtype).tiny)
             done = bool(error <= tolerance * largest) or not len(grown)
-            if done or rounds >= max_rounds or len(rights) + len(grown) > max(_MAX_BASIS, 3 * rank):
+            if done or rounds >= max_rounds or len(rights) + len(grown) > room:
                 break
             rights, newest = torch.cat([rights, grown]), grown
         found = qh[:rank] @ rights

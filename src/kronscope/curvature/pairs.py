@@ -48,17 +48,22 @@ def _side_kernel(first: Tensor, second: Tensor) -> Tensor:
     for at in range(0, k, step):
         left = first[at : at + step].reshape(-1, width).double()
         products = (left @ right.T).square_()
-        out[at : at + step] = products.view(-1, c, j, d).sum((1, 3)) if c * d > 1 else products
+        out[at : at + step] = _block_sums(products, c, d)
     return out
 
 
+def _block_sums(values: Tensor, c: int, d: int) -> Tensor:
+    """Sum (k·c, j·d) over blocks of c x d, in float64; rows first, which runs along memory."""
+    by_rows = values.view(-1, c, values.shape[1]).sum(1, dtype=torch.float64) if c > 1 else values.double()
+    return by_rows.view(len(by_rows), -1, d).sum(2) if d > 1 else by_rows
+
+
 def _dense_pairs(first: DenseAtoms, second: DenseAtoms) -> Tensor:
-    k, c = first.grads.shape[:2]
-    j, d = second.grads.shape[:2]
+    c, d = first.columns, second.columns
     # float32 atoms are multiplied in float32: an entry's rounding is far below its sample's norm, and squares add up
     # in float64
     products = first.grads.flatten(2).flatten(0, 1) @ second.grads.flatten(2).flatten(0, 1).T
-    return products.square_().view(k, c, j, d).sum((1, 3), dtype=torch.float64)
+    return _block_sums(products.square_(), c, d)
 
 
 def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:

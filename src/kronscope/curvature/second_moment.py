@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +28,12 @@ from kronscope.kron import (
 
 __all__ = ["SecondMoment"]
 
-# Formed gradients are kept between passes up to this many bytes.
-_KEEP_BYTES = 3 << 30
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
 _WORK_BYTES = 128 << 20
+
+_T = TypeVar("_T")
 
 
 class SecondMoment:
@@ -118,11 +119,11 @@ class SecondMoment:
 
     # ------------------------------------------------------------------ contractions
 
-    def left(self, R: Tensor | None = None) -> Tensor:  # noqa: N803
-        r"""Return :math:`\sum w\, G R G^\top` (m, m); ``R`` defaults to the identity. Costs M·mn² without sharing M·m²."""
+    def left(self, R: Tensor | None = None) -> Tensor:
+        r"""Return :math:`\sum w\, G R G^\top` (m, m); ``R`` defaults to the identity."""
         return self._contract(0, R)
 
-    def right(self, L: Tensor | None = None) -> Tensor:  # noqa: N803
+    def right(self, L: Tensor | None = None) -> Tensor:
         r"""Return :math:`\sum w\, G^\top L G` (n, n); ``L`` defaults to the identity."""
         return self._contract(1, L)
 
@@ -130,7 +131,7 @@ class SecondMoment:
         """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
         return self._once("factors", lambda: (PsdFactor(self.left()), PsdFactor(self.right())))
 
-    def matvec(self, V: Tensor) -> Tensor:  # noqa: N803
+    def matvec(self, V: Tensor) -> Tensor:
         r"""Return :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
         if V.shape[-2:] != self.shape:
             raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
@@ -220,6 +221,19 @@ class SecondMoment:
             dense = dense.to(grads.device) + grads.T @ (grads * weights[:, None])
         return dense
 
+    def reweighted(self, weights: Tensor) -> SecondMoment:
+        """Return the matrix of the same atoms with other weights (N,), keeping what does not depend on weights."""
+        other = SecondMoment(self.stream.reweighted(weights))
+        kernels = self.stream.memo.get("kernels")
+        if kernels is not None:
+            other.stream.memo["kernels"] = (*kernels[:2], weights.to(kernels[2]))
+        formed = self.stream.memo.get("dense chunks")
+        if formed is not None:
+            other.stream.memo["dense chunks"] = [
+                replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]) for chunk in formed
+            ]
+        return other
+
     # ------------------------------------------------------------------ how it is done
 
     def kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -255,10 +269,11 @@ class SecondMoment:
 
         return self._once("plan", compute)
 
-    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def _once(self, key: object, compute: Callable[[], _T]) -> _T:
         if key not in self.stream.memo:
             self.stream.memo[key] = compute()
-        return self.stream.memo[key]
+        value: _T = self.stream.memo[key]
+        return value
 
     def _chunks(self) -> Iterator[Atoms]:
         """Iterate the chunks in the planned form; formed gradients are kept while they fit."""
@@ -271,7 +286,7 @@ class SecondMoment:
             return
         m, n = self.shape
         size = 8 * self.stream.num_samples * self.stream.columns * m * n
-        keep = self.stream.in_memory and size <= _KEEP_BYTES
+        keep = self.stream.in_memory and size <= self.stream.keep_bytes
         formed: list[Atoms] = []
         for atoms in self.stream:
             dense = atoms.dense()
@@ -390,7 +405,8 @@ def _rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) ->
     else:
         grads = atoms.grads if right is None else atoms.grads @ right
         grads = grads if left is None else left.T @ grads
-    return torch.tensordot(atoms.weights, grads.square().sum(1), 1)
+    weighted: Tensor = torch.tensordot(atoms.weights, grads.square().sum(1), 1)
+    return weighted
 
 
 def _assembled(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,15 @@
 r"""Weighted gradient atoms, in chunks that can be iterated again and again.
 
-Every matrix kronscope looks at is :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top`
-over samples *i* and columns *c* (one per class direction or label draw). A stream delivers the atoms
-:math:`(w_i, G_{i\cdot})` chunk by chunk, whole (:class:`DenseAtoms`) or factored (:class:`FactoredAtoms`).
+Every matrix kronscope looks at is
+:math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top` over samples *i* and columns *c*
+(one per class direction or label draw). A stream delivers the atoms :math:`(w_i, G_{i\cdot})` chunk by chunk, whole
+(:class:`DenseAtoms`) or factored (:class:`FactoredAtoms`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
 
 # Bytes of one chunk of an in-memory stream: large enough for full GEMM speed, small beside the data itself.
 _CHUNK_BYTES = 64 << 20
+_KEEP_BYTES = 3 << 30
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ class GradientStream:
         self.columns = int(columns)
         self.draws = draws
         self.in_memory = in_memory
+        # how many bytes of gradients formed from factors may be kept between passes
+        self.keep_bytes = _KEEP_BYTES
         # contractions of this stream, computed once; a stream never changes, so nothing can go stale
         self.memo: dict[Any, Any] = {}
 
@@ -167,7 +171,7 @@ class GradientStream:
         return f"GradientStream({m}x{n}, {self.num_samples} samples, {self.columns} columns)"
 
     @classmethod
-    def from_tensors(cls, G: Tensor, weights: Tensor | None = None) -> GradientStream:  # noqa: N803
+    def from_tensors(cls, G: Tensor, weights: Tensor | None = None) -> GradientStream:
         r"""Take whole gradients: :math:`H = \sum_i w_i \operatorname{vec}(G_i)\operatorname{vec}(G_i)^\top`.
 
         Args:
@@ -187,7 +191,7 @@ class GradientStream:
         return cls.of_chunks(whole)
 
     @classmethod
-    def from_factors(cls, B: Tensor, A: Tensor, weights: Tensor | None = None) -> GradientStream:  # noqa: N803
+    def from_factors(cls, B: Tensor, A: Tensor, weights: Tensor | None = None) -> GradientStream:
         r"""Take factored gradients :math:`G_i = B_i^\top A_i`; the form K-FAC needs.
 
         Args:
@@ -213,11 +217,11 @@ class GradientStream:
 
     @classmethod
     def of_chunks(cls, *chunks: Atoms, draws: bool = False) -> GradientStream:
-        """Serve chunks that are in memory; large ones are cut into parts."""
+        """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined."""
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
         parts: list[Atoms] = []
-        for chunk in chunks:
+        for chunk in _joined(chunks):
             step = max(1, _CHUNK_BYTES * len(chunk.weights) // max(chunk.nbytes, 1))
             parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
         return cls(
@@ -262,9 +266,32 @@ class GradientStream:
             yield from source()
             yield extra
 
-        return GradientStream(
-            chunks, self.shape, number + 1, self.columns, draws=self.draws, in_memory=self.in_memory
-        )
+        return GradientStream(chunks, self.shape, number + 1, self.columns, draws=self.draws, in_memory=self.in_memory)
+
+
+def _joined(chunks: Iterable[Atoms]) -> Iterator[Atoms]:
+    """Join neighbours of one form up to the size of a chunk, so that many small batches do not mean small products."""
+    waiting: list[Atoms] = []
+    for chunk in chunks:
+        fits = sum(part.nbytes for part in waiting) + chunk.nbytes <= _CHUNK_BYTES
+        if waiting and not (fits and _form(waiting[0]) == _form(chunk)):
+            yield _concatenated(waiting)
+            waiting = []
+        waiting.append(chunk)
+    yield _concatenated(waiting)
+
+
+def _form(atoms: Atoms) -> tuple[object, ...]:
+    tensors = (atoms.grads,) if isinstance(atoms, DenseAtoms) else (atoms.row_factors, atoms.col_factors)
+    return (type(atoms), *((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors))
+
+
+def _concatenated(parts: list[Atoms]) -> Atoms:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    names = [field.name for field in fields(first)]
+    return type(first)(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def _checked(values: Tensor, what: str) -> Tensor:

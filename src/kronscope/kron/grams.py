@@ -9,6 +9,8 @@ With atoms :math:`G_i` of shape (m, n) and weights :math:`w_i`, the two contract
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def symmetric_product(x: Tensor, y: Tensor | None = None) -> Tensor:
         return _symmetrized(x.T @ y)
     out = x.new_empty(width, width)
     edges = [width * b // _BLOCKS for b in range(_BLOCKS + 1)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         block = x[:, start:stop].T @ y[:, start:]
         out[start:stop, start:] = block
         out[start:, start:stop] = block.T
@@ -76,20 +78,24 @@ def mode_gram(grads: Tensor, weights: Tensor | None = None, mode: int = 0, other
             [2., 4.]])
     """
     if grads.ndim < 2:
-        raise ShapeError(f"mode_gram needs gradients (k, d0, d1, ...), got {tuple(grads.shape)}; add a first dimension.")
+        raise ShapeError(
+            f"mode_gram needs gradients (k, d0, d1, ...), got {tuple(grads.shape)}; add a first dimension."
+        )
     if not 0 <= mode < grads.ndim - 1:
         raise OptionError(f"mode must be in 0..{grads.ndim - 2} for gradients {tuple(grads.shape)}, got {mode}.")
+    if other is not None and (grads.ndim != 3 or other.shape != (grads.shape[2 - mode],) * 2):
+        raise ShapeError(
+            f"mode_gram with a matrix in the middle needs gradients (k, m, n) and a square matrix on the other mode, "
+            f"got {tuple(grads.shape)} and {tuple(other.shape)} for mode {mode}."
+        )
+    if mode == 0 and grads.ndim == 3 and grads.shape[1] < _MIN_BLOCKED_WIDTH:
+        return _narrow_left(grads, weights, other)
     if other is None:
         # rows of the unfolding along `mode`, scaled so that one symmetric product does the rest
         rows = grads.movedim(mode + 1, -1)
         if weights is not None:
             rows = rows * weights.clamp_min(0).sqrt().to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
         return symmetric_product(rows.reshape(-1, rows.shape[-1]))
-    if grads.ndim != 3 or other.shape != (grads.shape[2 - mode],) * 2:
-        raise ShapeError(
-            f"mode_gram with a matrix in the middle needs gradients (k, m, n) and a square matrix on the other mode, "
-            f"got {tuple(grads.shape)} and {tuple(other.shape)} for mode {mode}."
-        )
     rows = grads.transpose(1, 2) if mode == 0 else grads  # (k, contracted, kept)
     # M acts on the second gradient of each pair: Σ G (M Gᵀ) and Σ Gᵀ (M G)
     middle = other @ rows if mode == 1 else (grads @ other.T).transpose(1, 2)
@@ -141,6 +147,16 @@ def factored_gram(
     middle = inner @ kept
     flat = kept.expand_as(middle).reshape(-1, kept.shape[-1])
     return _product(flat, middle.reshape(-1, kept.shape[-1]), other)
+
+
+def _narrow_left(grads: Tensor, weights: Tensor | None, other: Tensor | None) -> Tensor:
+    """Σ w G M Gᵀ for few rows, as a sum of small products: no transposed copy of the gradients."""
+    m = grads.shape[1]
+    moved = grads if other is None else grads @ other
+    if weights is not None:
+        moved = moved * weights.to(moved.dtype).view(-1, 1, 1)
+    total = torch.addbmm(grads.new_zeros(m, m), moved, grads.mT)
+    return _symmetrized(total) if other is None or torch.equal(other, other.T) else total
 
 
 def _product(x: Tensor, y: Tensor, middle: Tensor | None) -> Tensor:

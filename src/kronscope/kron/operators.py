@@ -316,7 +316,7 @@ class _DenseSpectral(EigenbasisDiagonal):
         matrix = _checked(matrix, self.shape)
         flat = matrix.flatten(-2).unsqueeze(-2)
         basis = EigenbasisDiagonal(None, self.right, self.values)
-        return basis.apply(flat).squeeze(-2).unflatten(-1, self.shape)
+        return basis.apply(flat).reshape(matrix.shape)
 
     def power(self, exponent: float) -> _DenseSpectral:
         powered = EigenbasisDiagonal(None, self.right, self.values).power(exponent)

@@ -24,11 +24,11 @@ def default_cutoff(size: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Spectrum:
-    r"""Eigendecomposition :math:`A = Q \operatorname{diag}(\lambda) Q^\top` of a symmetric PSD matrix.
+    r"""Eigendecomposition :math:`A = Q \operatorname{diag}(\lambda) Q^\top` of symmetric PSD matrices.
 
     Attributes:
-        values: Eigenvalues (d,), ascending at construction from a matrix, never negative; rounding counts as zero.
-        vectors: Orthonormal eigenvectors (d, d), one per column.
+        values: Eigenvalues (..., d), ascending at construction from a matrix, never negative; rounding counts as zero.
+        vectors: Orthonormal eigenvectors (..., d, d), one per column.
     """
 
     values: Tensor
@@ -42,15 +42,17 @@ class Spectrum:
             ShapeError: ``matrix`` is not square.
             NonFiniteError: ``matrix`` contains NaN or infinity.
         """
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        if matrix.ndim < 2 or matrix.shape[-2] != matrix.shape[-1]:
             raise ShapeError(
                 f"a power needs a square matrix, got {tuple(matrix.shape)}; for a gradient call mode_gram first."
             )
         if not bool(torch.isfinite(matrix).all()):
-            raise NonFiniteError("cannot take a power of a matrix with NaN or infinity; check the gradients it is from.")
+            raise NonFiniteError(
+                "cannot take a power of a matrix with NaN or infinity; check the gradients it is from."
+            )
         values, vectors = torch.linalg.eigh(matrix)
-        relative = default_cutoff(matrix.shape[0], matrix.dtype) if cutoff is None else cutoff
-        largest = values[-1].clamp_min(0) if values.numel() else values.sum()
+        relative = default_cutoff(matrix.shape[-1], matrix.dtype) if cutoff is None else cutoff
+        largest = values[..., -1:].clamp_min(0)
         return cls(torch.where(values > relative * largest, values, torch.zeros_like(values)), vectors)
 
     def powered(self, exponent: float) -> Tensor:
@@ -61,13 +63,13 @@ class Spectrum:
 
     @property
     def rank(self) -> int:
-        """Number of eigenvalues that are not zero."""
+        """Number of eigenvalues that are not zero (of a single matrix)."""
         return int((self.values > 0).sum())
 
     def matrix(self) -> Tensor:
         """Return the matrix with this spectrum, symmetric to the last bit."""
-        product = (self.vectors * self.values) @ self.vectors.T
-        return (product + product.T) / 2
+        product = (self.vectors * self.values.unsqueeze(-2)) @ self.vectors.mT
+        return (product + product.mT) / 2
 
 
 def psd_power(matrix: Tensor, exponent: float, *, cutoff: float | None = None) -> Tensor:

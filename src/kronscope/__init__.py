@@ -1,0 +1,31 @@
+"""See and use Shampoo's preconditioner: how well Kronecker products approximate curvature, layer by layer.
+
+The names below are in the order data flows: gradients, the matrix they make, approximations of it, measures.
+
+>>> import torch, kronscope as ks
+>>> stream = ks.GradientStream.from_tensors(torch.eye(3, dtype=torch.float64).view(3, 1, 3))
+>>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("shampoo2").fit(stream)), 6)
+1.0
+"""
+
+from __future__ import annotations
+
+from kronscope import approx, errors
+from kronscope.curvature import SecondMoment
+from kronscope.gradients import GradientStream
+from kronscope.kron import Operator
+from kronscope.measures import Probes, Results, cosine, measure
+
+__all__ = [
+    "GradientStream",
+    "Operator",
+    "Probes",
+    "Results",
+    "SecondMoment",
+    "approx",
+    "cosine",
+    "errors",
+    "measure",
+]
+
+__version__ = "0.1.0"

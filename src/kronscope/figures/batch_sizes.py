@@ -1,0 +1,67 @@
+"""How the batch size that an approximation is fitted with changes its fit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kronscope.errors import OptionError
+from kronscope.figures import canvas
+from kronscope.figures.style import LABELS, TRUTHS, styles
+from kronscope.measures.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["batch_sizes"]
+
+
+def batch_sizes(results: Results, step: int | None = None) -> Figure:
+    """Draw the cosine of each approximation against the batch size B, on a logarithmic axis.
+
+    Args:
+        results: With details of kind ``batch_sizes``: one panel for each layer, truth and labels.
+        step: Which step to show; the last if left out.
+
+    Raises:
+        OptionError: There are no such details, or none at ``step``.
+    """
+    sweeps = [item for item in results.details if item.kind == "batch_sizes"]
+    steps = sorted({item.step for item in sweeps})
+    if not sweeps or (step is not None and step not in steps):
+        there = f"at steps {steps}" if steps else "none"
+        raise OptionError(
+            f"This figure needs details of kind 'batch_sizes'{'' if step is None else f' at step {step}'}, but there are "
+            f"{there}; sweep the batch size as well, or choose another step."
+        )
+    sweeps = [item for item in sweeps if item.step == (steps[-1] if step is None else step)]
+    curves = [name for item in sweeps for name in item.values if name != "batch_size" and item.series(name)]
+    looks = styles(curves)
+    columns = min(canvas.columns_for(len(sweeps)), 3)
+    lines = math.ceil(len(sweeps) / columns)
+    figure = canvas.new_figure(max(3.4 * columns, 4.5), 2.5 * lines + 0.8)
+    from matplotlib.ticker import FuncFormatter
+
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    limits = canvas.cosine_limits(value for item in sweeps for name in looks for value in item.series(name))
+    for number, axes in enumerate(grid.flat):
+        if number >= len(sweeps):
+            axes.set_visible(False)
+            continue
+        item = sweeps[number]
+        canvas.tidy(axes)
+        for depth, (name, look) in enumerate(looks.items()):
+            if item.series(name):
+                canvas.draw_line(axes, item.series("batch_size"), item.series(name), look, depth=depth)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        # The sweep takes the batch size's place, so only truth and labels name the panel.
+        names = [TRUTHS.get(item.truth, item.truth)]
+        names += [LABELS.get(item.labels, item.labels)] if item.truth != "adagrad" else []
+        title = " · ".join([*names, f"step {item.step:,}"])
+        axes.set_title(f"{item.layer}\n{title}", fontsize=8.5, color=canvas.INK)
+        canvas.set_cosine_axis(axes, limits, label=number % columns == 0)
+        if number + columns >= len(sweeps):
+            axes.set_xlabel("batch size B", fontsize=9, color=canvas.INK)
+    canvas.legend_below(figure)
+    return figure

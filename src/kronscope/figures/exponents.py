@@ -1,0 +1,83 @@
+"""Which power of L⊗R fits best, over training."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kronscope.errors import OptionError
+from kronscope.figures import canvas
+from kronscope.figures.style import condition_label
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Detail
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["exponents"]
+
+
+def exponents(results: Results) -> Figure:
+    """Draw the cosine of (L⊗R)^p against p, one line per step, with the best p of each step marked.
+
+    Shampoo is p = ½ and Shampoo² is p = 1.
+
+    Args:
+        results: With details of kind ``exponents``: one panel for each layer and condition.
+
+    Raises:
+        OptionError: There are no such details.
+    """
+    sweeps = [item for item in results.details if item.kind == "exponents"]
+    if not sweeps:
+        raise OptionError("This figure needs details of kind 'exponents', but there are none; sweep the exponent as well.")
+    panels = list(dict.fromkeys((item.layer, item.condition) for item in sweeps))
+    steps = sorted({item.step for item in sweeps})
+    columns = min(canvas.columns_for(len(panels)), 3)
+    lines = math.ceil(len(panels) / columns)
+    figure = canvas.new_figure(3.5 * columns + 1.0, 2.6 * lines + 0.4)
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    limits = canvas.cosine_limits(value for item in sweeps for value in item.series("cosine"))
+    # The brightest end of the map cannot be read on white.
+    colors = ScalarMappable(Normalize(steps[0], steps[-1] + 0.15 * (steps[-1] - steps[0] or 1)), "viridis")
+    for number, axes in enumerate(grid.flat):
+        if number >= len(panels):
+            axes.set_visible(False)
+            continue
+        layer, condition = panels[number]
+        canvas.tidy(axes)
+        for item in sorted(sweeps, key=lambda item: item.step):
+            if (item.layer, item.condition) == panels[number]:
+                _draw_sweep(axes, item, colors.to_rgba(item.step))
+        axes.set_title(f"{layer}\n{condition_label(*condition)}", fontsize=8.5, color=canvas.INK)
+        canvas.set_cosine_axis(axes, limits, label=number % columns == 0)
+        for power, name in ((0.5, "Shampoo"), (1.0, "Shampoo²")):
+            axes.axvline(power, color="#999999", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+            axes.text(
+                power, 0.02, f" {name}", transform=axes.get_xaxis_transform(), rotation=90, fontsize=7,
+                color="#777777", va="bottom", ha="right",
+            )  # fmt: skip
+        if number + columns >= len(panels):
+            axes.set_xlabel("exponent p of (L ⊗ R)ᵖ", fontsize=9, color=canvas.INK)
+    if len(steps) > 1:
+        bar = figure.colorbar(colors, ax=grid, boundaries=None, fraction=0.04, pad=0.02)
+        bar.set_label("step (ring: best p)", fontsize=9, color=canvas.INK)
+        bar.ax.set_ylim(steps[0], steps[-1])
+        bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def _draw_sweep(axes: Axes, sweep: Detail, color: tuple[float, float, float, float]) -> None:
+    x, y = sweep.series("exponent"), sweep.series("cosine")
+    axes.plot(x, y, color=color, linewidth=1.5, label=f"step {sweep.step:,}")
+    finite = [(value, place) for value, place in zip(y, x, strict=False) if not math.isnan(value)]
+    if finite:
+        value, place = max(finite)
+        axes.plot(
+            [place], [value], marker="o", markersize=6, markerfacecolor="white", markeredgecolor=color,
+            markeredgewidth=1.6, linestyle="none", zorder=5,
+        )  # fmt: skip

@@ -1,0 +1,210 @@
+"""Putting the uses of a layer's weights together into its atoms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kronscope.gradients.layouts import Layout
+from kronscope.gradients.matrices import LayerSpec
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.uses import Use
+
+__all__ = ["Assembler", "DenseAssembler", "FactoredAssembler", "Piece", "Sizes", "pieces_of"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a use that falls into a layer.
+
+    Attributes:
+        use: The use.
+        index: The use's number in the list of gradients.
+        layout: Where its samples are.
+        row: First row within the layer.
+        start: First row within the use.
+        length: How many rows.
+    """
+
+    use: Use
+    index: int
+    layout: Layout
+    row: int
+    start: int
+    length: int
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The layer's part of the use's rows, given in the last dimension."""
+        return rows[..., self.start : self.start + self.length]
+
+
+def pieces_of(spec: LayerSpec, uses: Sequence[Use], layouts: Mapping[tuple[str, int], Layout]) -> list[Piece]:
+    """All parts of uses that fall into a layer; ``layouts`` is keyed by parameter and ordinal."""
+    pieces = []
+    for index, use in enumerate(uses):
+        place = use.place
+        for row, at, length in spec.overlaps(place.parameter, place.start, place.start + place.rows):
+            layout = layouts[place.parameter, place.ordinal]
+            pieces.append(Piece(use, index, layout, row, at - place.start, length))
+    return pieces
+
+
+class _Group:
+    """Pieces that share positions: the same input, different rows."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.pieces = [piece]
+        self.input_is_cols = piece.use.input_is_cols
+        self._key = (piece.use.key(), piece.layout)
+
+    def takes(self, piece: Piece) -> bool:
+        disjoint = all(
+            piece.row + piece.length <= other.row or other.row + other.length <= piece.row for other in self.pieces
+        )
+        return disjoint and self._key == (piece.use.key(), piece.layout)
+
+
+def _grouped(pieces: Sequence[Piece]) -> list[_Group]:
+    groups: list[_Group] = []
+    for piece in pieces:
+        for group in groups:
+            if group.takes(piece):
+                group.pieces.append(piece)
+                break
+        else:
+            groups.append(_Group(piece))
+    return groups
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the atoms of a layer are, known before they are made.
+
+    Attributes:
+        positions: Positions t of the factored form; 0 if there is none.
+        shared_rows: Whether all columns share the row factors.
+        shared_cols: Whether all columns share the column factors.
+    """
+
+    positions: int
+    shared_rows: bool
+    shared_cols: bool
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], samples: int) -> Sizes:
+        """Sizes of the factored form of these pieces."""
+        groups = _grouped(pieces)
+        kinds = {group.input_is_cols for group in groups}
+        return cls(
+            sum(group.pieces[0].use.positions(samples) for group in groups), True not in kinds, False not in kinds
+        )
+
+    def entries(self, shape: tuple[int, int], columns: int) -> int:
+        """Numbers per sample in factored form."""
+        rows = 1 if self.shared_rows else columns
+        cols = 1 if self.shared_cols else columns
+        return self.positions * (rows * shape[0] + cols * shape[1])
+
+
+class Assembler(Protocol):
+    """Collects output gradients column by column and gives the atoms of one layer."""
+
+    def add(self, column: int, grads: Sequence[Tensor | None], unscale: Tensor | None = None) -> None:
+        """Take the gradients of all uses' outputs for one column, times a factor (samples,) if there is one."""
+
+    def finish(self, weights: Tensor, samples: Tensor) -> Atoms:
+        """Give the atoms."""
+
+
+class FactoredAssembler:
+    """Keeps inputs and output gradients apart; groups of pieces are further positions."""
+
+    def __init__(
+        self, spec: LayerSpec, pieces: Sequence[Piece], samples: int, columns: int, dtype: torch.dtype
+    ) -> None:
+        self._groups = _grouped(pieces)
+        self._samples = samples
+        sizes = Sizes.of(pieces, samples)
+        device = pieces[0].use.place.inputs.device
+        m, n = spec.shape
+        rows, cols = (1 if sizes.shared_rows else columns), (1 if sizes.shared_cols else columns)
+        # Rows that no piece of a group covers are zero at the group's positions.
+        gaps = any(sum(piece.length for piece in group.pieces) < m for group in self._groups)
+        new_rows = torch.zeros if gaps else torch.empty
+        self._rows = new_rows(samples, rows, sizes.positions, m, dtype=dtype, device=device)
+        self._cols = torch.empty(samples, cols, sizes.positions, n, dtype=dtype, device=device)
+        self._starts: list[int] = []
+        start = 0
+        for group in self._groups:
+            self._starts.append(start)
+            length = group.pieces[0].use.positions(samples)
+            at = slice(start, start + length)
+            first = group.pieces[0]
+            side = first.use.input_side(first.layout, samples).unsqueeze(1)
+            if group.input_is_cols:
+                self._cols[:, :, at] = side
+            else:
+                for piece in group.pieces:
+                    self._rows[:, :, at, piece.row : piece.row + piece.length] = piece.cut(side)
+            start += length
+
+    def add(self, column: int, grads: Sequence[Tensor | None], unscale: Tensor | None = None) -> None:
+        """Take the gradients of all uses' outputs for one column, times a factor (samples,) if there is one."""
+        for start, group in zip(self._starts, self._groups, strict=True):
+            for piece in group.pieces:
+                at = slice(start, start + piece.use.positions(self._samples))
+                if group.input_is_cols:
+                    target = self._rows[:, column, at, piece.row : piece.row + piece.length]
+                else:
+                    target = self._cols[:, column, at]
+                grad = grads[piece.index]
+                if grad is None:
+                    target.zero_()
+                    continue
+                side = piece.use.grad_side(grad, piece.layout, self._samples)
+                target.copy_(piece.cut(side) if group.input_is_cols else side)
+                if unscale is not None:
+                    target.mul_(unscale[:, None, None])
+
+    def finish(self, weights: Tensor, samples: Tensor) -> Atoms:
+        """Give the atoms."""
+        return FactoredAtoms(self._rows, self._cols, weights, samples)
+
+
+class DenseAssembler:
+    """Forms whole gradients."""
+
+    def __init__(
+        self, spec: LayerSpec, pieces: Sequence[Piece], samples: int, columns: int, dtype: torch.dtype
+    ) -> None:
+        self._pieces = pieces
+        self._samples = samples
+        device = pieces[0].use.place.inputs.device
+        self._grads = torch.zeros(samples, columns, *spec.shape, dtype=dtype, device=device)
+        # A table lookup adds into rows and needs no one-hot matrix.
+        self._inputs = {
+            piece.index: piece.use.input_side(piece.layout, samples).to(dtype)
+            for piece in pieces
+            if piece.use.place.inputs.is_floating_point()
+        }
+
+    def add(self, column: int, grads: Sequence[Tensor | None], unscale: Tensor | None = None) -> None:
+        """Take the gradients of all uses' outputs for one column, times a factor (samples,) if there is one."""
+        for piece in self._pieces:
+            grad = grads[piece.index]
+            if grad is None:
+                continue
+            inputs = self._inputs.get(piece.index, grad)
+            whole = piece.use.gradient(grad, inputs, piece.layout, self._samples)
+            part = whole[:, piece.start : piece.start + piece.length]
+            if unscale is not None:
+                part = part.to(self._grads.dtype) * unscale[:, None, None]
+            self._grads[:, column, piece.row : piece.row + piece.length] += part
+
+    def finish(self, weights: Tensor, samples: Tensor) -> Atoms:
+        """Give the atoms."""
+        return DenseAtoms(self._grads, weights, samples)

@@ -1,0 +1,372 @@
+"""From a model, a loss and data to one gradient stream per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronscope.errors import LayerError, ModelError, NonFiniteError, OptionError
+from kronscope.gradients.chunk import ChunkCapture, check_finite
+from kronscope.gradients.data import Batch, Batches, tensors_of
+from kronscope.gradients.forward import Forward, ForwardFunction, common_device
+from kronscope.gradients.guard import untouched
+from kronscope.gradients.labels import LABEL_MODES, Columns, Draws, read_loss
+from kronscope.gradients.matrices import LayerSpec, unwrap
+from kronscope.gradients.probe import Route, Routes, choose_routes
+from kronscope.gradients.stream import Atoms, GradientStream
+
+__all__ = ["LayerPlan", "Recorder"]
+
+BACKENDS = ("auto", "hooks", "func")
+FORMS = ("auto", "factored", "dense")
+_BLOWN_UP_RATIO = 8
+_BLOWN_UP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How a layer will be captured, and how large its atoms are.
+
+    Attributes:
+        name: The layer.
+        shape: Its rows and columns.
+        backend: ``"hooks"``, ``"func"`` or ``"loop"``.
+        reason: Why this back end.
+        form: ``"factored"`` or ``"dense"``: what ``form="auto"`` gives.
+        columns: Columns c per sample.
+        positions: Positions t per sample of the factored form, 0 if there is none.
+        factored_bytes: Bytes per sample in factored form, ``None`` if there is none.
+        dense_bytes: Bytes per sample in dense form.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    backend: str
+    reason: str
+    form: str
+    columns: int
+    positions: int
+    factored_bytes: int | None
+    dense_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per sample in the form chosen."""
+        return self.dense_bytes if self.form == "dense" or self.factored_bytes is None else self.factored_bytes
+
+    def __str__(self) -> str:
+        """One line to print."""
+        m, n = self.shape
+        return (
+            f"{self.name} ({m}x{n}): {self.backend}, {self.form}, {self.columns} columns, {self.positions} positions, "
+            f"{self.bytes} bytes per sample; {self.reason}"
+        )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What one sweep has to deliver."""
+
+    specs: tuple[LayerSpec, ...]
+    labels: str
+    draws: int
+    seed: int
+    form: str
+
+
+class Recorder:
+    r"""Captures per-sample gradient atoms of chosen layers.
+
+    Building one sweeps the data once (to count and check it) and tries the back ends on a few samples. The model is
+    measured in eval mode and left exactly as found.
+
+    Args:
+        model: The model.
+        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
+        data: A re-iterable of pairs ``(inputs, targets)``, first dimension = samples.
+        specs: The layers, from :func:`~kronscope.gradients.matrices.resolve_layers`.
+        forward: ``(model, inputs) -> logits`` for models with their own conventions.
+        max_samples: Use only the first samples.
+        seed: For ``labels="sampled"``.
+        backend: ``"auto"``, ``"hooks"`` or ``"func"``.
+        chunk_bytes: Atoms of one chunk stay below this (but a chunk has at least one sample).
+        progress: Called with the samples done and the samples in all, during every sweep.
+        skip_unreached: Leave out layers that the loss does not reach (listed in ``unreached``) instead of raising.
+
+    Attributes:
+        num_samples: Samples in the data.
+        classes: Classes of cross-entropy, otherwise outputs per sample.
+        exact_columns: Columns per sample that exact labels need.
+        specs: The layers that are captured.
+        unreached: Names of layers that were left out.
+
+    Raises:
+        DataError: The data cannot be used.
+        LayerError: The loss does not reach a layer.
+        ModelError: The model mixes samples, or cannot be differentiated.
+        OptionError: An option of the loss or an argument cannot be honoured.
+
+    >>> from kronscope.gradients.matrices import resolve_layers
+    >>> model = nn.Linear(3, 4)
+    >>> data = [(torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0]))]
+    >>> recorder = Recorder(model, nn.CrossEntropyLoss(), data, resolve_layers(model))
+    >>> recorder.streams("exact")["weight"]
+    GradientStream(4x3, 5 samples, 3 columns)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        data: Iterable[Any],
+        specs: Sequence[LayerSpec],
+        forward: ForwardFunction | None = None,
+        max_samples: int | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+        chunk_bytes: int = 64 << 20,
+        progress: Callable[[int, int], None] | None = None,
+        skip_unreached: bool = False,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise OptionError(f"backend must be one of {BACKENDS}, got {backend!r}.")
+        if chunk_bytes < 1:
+            raise OptionError(f"chunk_bytes must be positive, got {chunk_bytes}.")
+        self._loss = read_loss(loss)
+        self._model = unwrap(model)
+        self._forward = Forward(self._model, forward)
+        self._device = common_device(self._model)
+        self._seed, self._chunk_bytes, self._progress = seed, chunk_bytes, progress
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        self._parameters = {name: named[name] for spec in specs for name in spec.parameters}
+        for name, parameter in self._parameters.items():
+            if hasattr(parameter, "placements"):
+                raise ModelError(f"Parameter {name!r} is sharded over processes; gather the model first.")
+        self._probe_batch: Batch | None = None
+        self._terms = 1
+        self._batches = Batches(data, max_samples, self._note)
+        self.num_samples = self._batches.num_samples
+        assert self._probe_batch is not None
+        self._probe_size: int = _entries_per_sample(self._probe_batch)
+        self._routes: Routes = self._choose(specs, backend, skip_unreached)
+        self.unreached = tuple(self._routes.unreached)
+        self.specs: tuple[LayerSpec, ...] = tuple(spec for spec in specs if spec.name in self._routes.by_layer)
+        outputs = self._routes.outputs
+        self.classes = outputs[1] if len(outputs) > 1 else 1
+        self.exact_columns: int = self._loss.exact_columns(outputs, self._terms)
+        self._probe_batch = None
+
+    def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto") -> list[LayerPlan]:
+        """Say for every layer how it is captured and how large its atoms are, without capturing."""
+        request = self._request(labels, draws, None, form, None)
+        return [self._plan(spec, request) for spec in self.specs]
+
+    def streams(
+        self,
+        labels: str = "exact",
+        draws: int = 1,
+        names: Sequence[str] | None = None,
+        cache: bool = True,
+        form: str = "auto",
+        seed: int | None = None,
+    ) -> dict[str, GradientStream]:
+        """Capture atoms, one stream per layer.
+
+        Args:
+            labels: ``"exact"``, ``"sampled"`` or ``"real"``.
+            draws: Draws per sample for ``"sampled"``.
+            names: The layers; ``None`` for all.
+            cache: One sweep for all layers now, atoms kept in memory; or one sweep per layer and iteration.
+            form: ``"factored"`` (where there is one), ``"dense"``, or ``"auto"``: factored unless that is much larger.
+            seed: Another seed than the recorder's.
+
+        Returns:
+            A stream for every layer, weights 1/N.
+
+        Raises:
+            LabelError: Labels do not fit the outputs.
+            NonFiniteError: NaN or infinity in outputs, activations or gradients.
+            DataError: The data changed since the first sweep.
+        """
+        request = self._request(labels, draws, names, form, seed)
+        columns = self.exact_columns if labels == "exact" else draws if labels == "sampled" else 1
+        kept: dict[str, list[Atoms]] = {spec.name: [] for spec in request.specs}
+        if cache:
+            for atoms in self._sweep(request):
+                for name, chunk in atoms.items():
+                    kept[name].append(chunk)
+        streams = {}
+        for spec in request.specs:
+            if cache:
+                streams[spec.name] = GradientStream.of_chunks(*kept.pop(spec.name), draws=labels == "sampled")
+                continue
+            source = self._source(spec, request)
+            streams[spec.name] = GradientStream(
+                source, spec.shape, self.num_samples, columns, draws=labels == "sampled"
+            )
+        return streams
+
+    def _request(self, labels: str, draws: int, names: Sequence[str] | None, form: str, seed: int | None) -> _Request:
+        if labels not in LABEL_MODES:
+            raise OptionError(f"labels must be one of {LABEL_MODES}, got {labels!r}.")
+        if form not in FORMS:
+            raise OptionError(f"form must be one of {FORMS}, got {form!r}.")
+        if draws < 1:
+            raise OptionError(f"draws must be at least 1, got {draws}.")
+        known = {spec.name: spec for spec in self.specs}
+        unknown = [name for name in names or () if name not in known]
+        if unknown:
+            raise LayerError(f"Layer {unknown[0]!r} is not among the recorded ones: {', '.join(known)}.")
+        specs = self.specs if names is None else tuple(known[name] for name in dict.fromkeys(names))
+        return _Request(specs, labels, draws, self._seed if seed is None else seed, form)
+
+    def _source(self, spec: LayerSpec, request: _Request) -> Callable[[], Iterator[Atoms]]:
+        alone = _Request((spec,), request.labels, request.draws, request.seed, request.form)
+        return lambda: (atoms[spec.name] for atoms in self._sweep(alone))
+
+    def _note(self, batch: Batch) -> None:
+        """Remember the first batch with enough samples to try on, and the most terms a sample has."""
+        self._terms = max(self._terms, self._loss.terms(batch.targets))
+        best = self._probe_batch
+        if best is None or best.size < min(batch.size, 3):
+            self._probe_batch = batch.take(slice(0, 64))
+
+    def _choose(self, specs: Sequence[LayerSpec], backend: str, skip_unreached: bool) -> Routes:
+        assert self._probe_batch is not None
+        with untouched(self._model, self._parameters.values()):
+            batch = self._probe_batch.to(self._device)
+            with torch.no_grad():
+                self._loss.check(self._forward.outputs(batch), batch.targets)
+            routes = choose_routes(self._forward, specs, self._parameters, batch, backend)
+        for spec in specs:
+            if spec.name in routes.unreached and self._reached_somewhere(spec):
+                routes.by_layer[spec.name] = Route("loop", "only some samples reach it")
+        routes.unreached = [name for name in routes.unreached if name not in routes.by_layer]
+        if routes.unreached and not skip_unreached:
+            raise LayerError(
+                f"The loss does not depend on {', '.join(map(repr, routes.unreached))}: no gradient reaches it from "
+                "the model's outputs. Leave it out of layers, or return the outputs that use it (forward=...)."
+            )
+        if not routes.by_layer:
+            raise LayerError("The loss reaches none of the layers.")
+        return routes
+
+    def _reached_somewhere(self, spec: LayerSpec) -> bool:
+        """Whether any batch reaches a layer; only models with branches need the whole data to answer."""
+        own = [self._parameters[name] for name in spec.parameters]
+        for batch in self._batches:
+            with untouched(self._model, own):
+                outputs = self._forward.outputs(batch.to(self._device))
+                if outputs.requires_grad:
+                    grads = torch.autograd.grad(outputs, own, torch.ones_like(outputs), allow_unused=True)
+                    if any(grad is not None for grad in grads):
+                        return True
+        return False
+
+    def _plan(self, spec: LayerSpec, request: _Request, columns: int | None = None) -> LayerPlan:
+        """The plan for a whole request, or with another number of columns but in the same form."""
+        route, (m, n), size = self._routes.by_layer[spec.name], spec.shape, self._dtype(spec).itemsize
+
+        def both(count: int) -> tuple[int | None, int]:
+            factors = None if route.sizes is None else route.sizes.entries(spec.shape, count) * size
+            return factors, count * m * n * size
+
+        most = {"sampled": request.draws, "real": 1}.get(request.labels, self.exact_columns)
+        factored, dense = both(most)
+        # Whole gradients serve everything but K-FAC; they win where many positions or groups blow the factors up.
+        blown_up = factored is not None and factored > _BLOWN_UP_RATIO * dense and factored > _BLOWN_UP_BYTES
+        if factored is None:
+            form = "dense"
+        elif request.form == "auto":
+            form = "dense" if blown_up else "factored"
+        else:
+            form = request.form
+        reason = route.reason
+        if blown_up and request.form == "auto":
+            reason += "; dense, because its factors would be much larger than its gradients"
+        if columns is not None:
+            factored, dense = both(columns)
+        positions = route.sizes.positions if route.sizes is not None else 0
+        return LayerPlan(
+            spec.name, spec.shape, route.backend, reason, form, columns or most, positions, factored, dense
+        )
+
+    def _dtype(self, spec: LayerSpec) -> torch.dtype:
+        dtype = torch.float32
+        for name in spec.parameters:
+            dtype = torch.promote_types(dtype, self._parameters[name].dtype)
+        return dtype
+
+    def _sweep(self, request: _Request) -> Iterator[dict[str, Atoms]]:
+        done = 0
+        for number, batch in enumerate(self._batches):
+            plans = {plan.name: plan for plan in self._plans_for(batch, request)}
+            step = self._chunk_size(batch, plans.values())
+            for start in range(0, batch.size, step):
+                chunk = batch.take(slice(start, min(start + step, batch.size)))
+                # Batches 0, 1, 3, 7, ...: enough to notice a layout that depends on the data.
+                checked = start == 0 and number & (number + 1) == 0
+                yield self._capture(chunk, request, plans, checked)
+                done += chunk.size
+                if self._progress is not None:
+                    self._progress(done, self.num_samples)
+
+    def _chunk_size(self, batch: Batch, plans: Iterable[LayerPlan]) -> int:
+        """Samples per chunk; longer sequences than the probe's have more positions."""
+        growth = max(1.0, _entries_per_sample(batch) / self._probe_size)
+        # vmap returns all columns before they are stacked, hence twice the memory.
+        needed = sum(plan.bytes * (2 if plan.backend == "func" else growth) for plan in plans)
+        return max(1, int(self._chunk_bytes / max(needed, 1)))
+
+    def _plans_for(self, batch: Batch, request: _Request) -> list[LayerPlan]:
+        columns = {"sampled": request.draws, "real": 1}.get(request.labels, 0)
+        if not columns:
+            columns = self._loss.exact_columns(self._routes.outputs, self._loss.terms(batch.targets))
+        return [self._plan(spec, request, columns) for spec in request.specs]
+
+    def _capture(self, chunk: Batch, request: _Request, plans: dict[str, LayerPlan], checked: bool) -> dict[str, Atoms]:
+        own = {name: self._parameters[name] for spec in request.specs for name in spec.parameters}
+        parts: dict[str, dict[LayerSpec, tuple[str, torch.dtype]]] = {"hooks": {}, "func": {}, "loop": {}}
+        for spec in request.specs:
+            parts[plans[spec.name].backend][spec] = (plans[spec.name].form, self._dtype(spec))
+        watched = [name for spec in parts["hooks"] for name in spec.parameters]
+        with untouched(self._model, own.values()):
+            chunk = chunk.to(self._device)
+            captured = ChunkCapture(self._forward, self._routes, chunk, own, watched)
+            columns = self._columns(captured.outputs, chunk, request)
+            weights = torch.full(
+                (chunk.size,), 1 / self.num_samples, dtype=torch.float64, device=captured.outputs.device
+            )
+            atoms = {
+                **captured.by_hooks(parts["hooks"], columns, weights),
+                **captured.by_func(parts["func"], columns, weights),
+                **captured.by_loop(parts["loop"], columns, weights),
+            }
+            for spec in request.specs:
+                check_finite(atoms[spec.name], spec.name, chunk.describe())
+            fast = [*parts["hooks"], *parts["func"]]
+            if checked and fast and chunk.size > 1:
+                captured.spot_check(fast, atoms, columns)
+        return atoms
+
+    def _columns(self, outputs: Tensor, chunk: Batch, request: _Request) -> Columns:
+        if not bool(torch.isfinite(outputs).all()):
+            raise NonFiniteError(
+                f"The model's outputs for samples {chunk.describe()} contain NaN or infinity; "
+                "check these samples and the parameters."
+            )
+        self._loss.check(outputs, chunk.targets)
+        if request.labels == "exact":
+            return self._loss.exact(outputs, chunk.targets)
+        if request.labels == "real":
+            return self._loss.real(outputs, chunk.targets)
+        draws = Draws(request.seed, chunk.samples, request.draws)
+        return self._loss.sampled(outputs, chunk.targets, draws)
+
+
+def _entries_per_sample(batch: Batch) -> int:
+    return max(1, sum(tensor.numel() for tensor in tensors_of(batch.inputs)) // batch.size)

@@ -1,0 +1,28 @@
+"""Cosines, spectra and error bars, and the results that hold them."""
+
+from __future__ import annotations
+
+from kronscope.measures.batches import batch_stream
+from kronscope.measures.cosines import cosine, relative_error
+from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
+from kronscope.measures.measure import measure
+from kronscope.measures.probes import Probes
+from kronscope.measures.resampling import Estimate, Resampler
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Detail, Row
+
+__all__ = [
+    "Detail",
+    "Estimate",
+    "Probes",
+    "Resampler",
+    "Results",
+    "Row",
+    "batch_size_curve",
+    "batch_stream",
+    "cosine",
+    "exponent_curve",
+    "kronecker_spectrum",
+    "measure",
+    "relative_error",
+]

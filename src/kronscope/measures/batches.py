@@ -1,0 +1,46 @@
+r"""Streams as a batch of B samples sees them, in expectation over batches, in closed form (Lemmas 7 and 8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kronscope.curvature import SecondMoment
+from kronscope.errors import OptionError
+from kronscope.gradients.stream import GradientStream
+
+__all__ = ["batch_stream"]
+
+
+def batch_stream(stream: GradientStream, batch_size: int, *, replacement: bool = True) -> GradientStream:
+    r"""Return the atoms whose second moment is :math:`B\, \mathbb{E}[g_B g_B^\top]` over batches of B samples.
+
+    With :math:`E_2` the stream's second moment and :math:`\bar G` its mean, batches drawn with replacement give
+    :math:`E_2 + (B-1)\, \bar g \bar g^\top`; without replacement, from N samples,
+    :math:`\frac{N-B}{N-1} E_2 + \frac{(B-1) N}{N-1}\, \bar g \bar g^\top`.
+
+    Args:
+        stream: Atoms of single samples, with weights 1/N.
+        batch_size: B.
+        replacement: How batches are drawn.
+
+    Raises:
+        OptionError: B is below one, or above N without replacement.
+    """
+    if batch_size < 1:
+        raise OptionError(f"batch_size must be 1 or more, got {batch_size}.")
+    if batch_size == 1:
+        return stream
+    count = stream.num_samples
+    if not replacement and batch_size > count:
+        raise OptionError(f"a batch of {batch_size} cannot be drawn from {count} samples without replacement.")
+    own, extra = 1.0, batch_size - 1.0
+    if not replacement:
+        own, extra = (count - batch_size) / (count - 1), (batch_size - 1) * count / (count - 1)
+    moment = SecondMoment(stream)
+    mean = moment.mean()
+    shrunk = stream if own == 1.0 else stream.map(lambda atoms: replace(atoms, weights=atoms.weights * own))
+    batches = shrunk.with_atom(mean, extra)
+    # the factors follow from those of single samples; going over the data again would give the same
+    batches.memo["gram", 0] = own * moment.left() + extra * mean @ mean.T
+    batches.memo["gram", 1] = own * moment.right() + extra * mean.T @ mean
+    return batches

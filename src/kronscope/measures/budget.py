@@ -1,0 +1,73 @@
+"""How much memory measuring may take, and which layers share a sweep within it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from kronscope.errors import OptionError
+from kronscope.gradients import LayerPlan
+
+__all__ = ["atom_bytes", "factor_bytes", "parse_budget", "sweeps"]
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MOST_BY_DEFAULT = 8 << 30
+
+
+def parse_budget(budget: int | float | str | None) -> int:
+    """Return a number of bytes; None takes a third of the machine's memory, at most 8 GiB.
+
+    Raises:
+        OptionError: not a positive number of bytes.
+
+    >>> parse_budget("2 GiB") == 2 * 2**30
+    True
+    """
+    if budget is None:
+        try:
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):
+            total = 3 * _MOST_BY_DEFAULT
+        return min(total // 3, _MOST_BY_DEFAULT)
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", budget.lower())
+        if match is None:
+            raise OptionError(f"memory_budget must be bytes or a text like '2GiB', got {budget!r}.")
+        budget = float(match[1]) * _UNITS[match[2]]
+    if not budget > 0:
+        raise OptionError(f"memory_budget must be positive, got {budget}.")
+    return int(budget)
+
+
+def factor_bytes(shape: tuple[int, int]) -> int:
+    """Bytes a layer needs whatever its samples: factors, eigenbases, tables and a few vectors of a power iteration."""
+    m, n = shape
+    return 8 * (12 * (m * m + n * n) + 4 * m * n)
+
+
+def atom_bytes(plan: LayerPlan, samples: int) -> int:
+    """Bytes of a layer's captured atoms."""
+    return plan.bytes * samples
+
+
+def sweeps(plans: Sequence[LayerPlan], samples: int, budget: int) -> Iterator[tuple[list[str], bool]]:
+    """Yield groups of layers that are captured in one sweep, and whether their atoms are kept in memory.
+
+    A layer whose atoms do not fit goes alone, and its atoms are captured anew for every pass.
+    """
+    room = budget // 2
+    group: list[str] = []
+    used = 0
+    for plan in plans:
+        size = atom_bytes(plan, samples)
+        if size > room:
+            yield [plan.name], False
+            continue
+        if used + size > room and group:
+            yield group, True
+            group, used = [], 0
+        group.append(plan.name)
+        used += size
+    if group:
+        yield group, True

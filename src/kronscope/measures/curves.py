@@ -1,0 +1,112 @@
+r"""Curves behind a layer's cosines: Figure 2's spectrum, the exponent sweep and the batch-size sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kronscope.approx import Approximation, Optimal, singular_triples
+from kronscope.curvature import SecondMoment
+from kronscope.errors import KronscopeError
+from kronscope.gradients.stream import GradientStream
+from kronscope.kron import KroneckerProduct
+from kronscope.measures.batches import batch_stream
+from kronscope.measures.cosines import cosine
+
+__all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
+
+EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(0, 41))
+
+
+def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
+    r"""Return what Figure 2 shows of :math:`\hat H = \sum_i \sigma_i\, u_i v_i^\top`.
+
+    Args:
+        stream: The truth.
+        rank: How many leading singular values; 1 leaves out all but the curves.
+
+    Returns:
+        ``ratio`` :math:`\sigma_1/\|\sigma\|` (the optimal cosine), ``left`` and ``right`` (the cosine between the first
+        singular vector and one round of power iteration from the identity,
+        :math:`\alpha_1\sigma_1/\sqrt{\sum\alpha_i^2\sigma_i^2}`), ``sigma``, ``alpha_left`` :math:`= \operatorname{tr} U_i`
+        and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual`` of the optimum.
+    """
+    moment = SecondMoment(stream)
+    best = Optimal().solve(stream)
+    first_left, first_right = best.operator.left.matrix, best.operator.right.matrix
+    grams = moment.left(), moment.right()
+    curves = [
+        float((gram * vector).sum() / (torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(vector)))
+        for gram, vector in zip(grams, (first_left, first_right), strict=True)
+    ]
+    sigma, lefts, rights = [best.sigma], first_left[None], first_right[None]
+    if rank > 1:
+        triples = singular_triples(moment, rank, tolerance=1e-6, max_rounds=200)
+        sigma, lefts, rights = triples.sigma.tolist(), triples.left, triples.right
+    alpha_left = lefts.diagonal(dim1=1, dim2=2).sum(1)
+    alpha_right = rights.diagonal(dim1=1, dim2=2).sum(1)
+    # the first pair is PSD; the signs of the others are arbitrary
+    return {
+        "ratio": best.sigma / moment.norm(),
+        "left": curves[0],
+        "right": curves[1],
+        "sigma": sigma,
+        "alpha_left": alpha_left.abs().tolist(),
+        "alpha_right": alpha_right.abs().tolist(),
+        "rounds": best.rounds,
+        "residual": best.residual,
+    }
+
+
+def exponent_curve(
+    truth: GradientStream, fitted: GradientStream, exponents: Sequence[float] = EXPONENTS
+) -> dict[str, list[float]]:
+    r"""Return the cosine of :math:`(L \otimes R)^p` with the truth for many p, from one eigenbasis table.
+
+    p = 1 is Shampoo², p = ½ Shampoo, p = 0 the projector onto the range.
+    """
+    moment = SecondMoment(truth)
+    left, right = SecondMoment(fitted).factors()
+    if left.trace() == 0 or moment.norm() == 0:
+        return {"exponent": list(exponents), "cosine": [math.nan] * len(exponents)}
+    base = KroneckerProduct(left, right)
+    return {"exponent": list(exponents), "cosine": [cosine(moment, base.power(p)) for p in exponents]}
+
+
+def default_batch_sizes(samples: int) -> list[int]:
+    """Return powers of two from 1 to N, and N.
+
+    >>> default_batch_sizes(10)
+    [1, 2, 4, 8, 10]
+    """
+    sizes = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    return sizes if sizes[-1] == samples else [*sizes, samples]
+
+
+def batch_size_curve(
+    truth: GradientStream,
+    fitted: GradientStream,
+    approximations: Sequence[Approximation],
+    sizes: Sequence[int] | None = None,
+    *,
+    replacement: bool = True,
+) -> dict[str, list[float]]:
+    """Return each approximation's cosine with the truth as the batch it is fitted on grows."""
+    moment = SecondMoment(truth)
+    sizes = default_batch_sizes(fitted.num_samples) if sizes is None else list(sizes)
+    streams = [batch_stream(fitted, size, replacement=replacement) for size in sizes]
+    curves: dict[str, list[float]] = {"batch_size": [float(size) for size in sizes]}
+    for approximation in approximations:
+        if approximation.fits_truth or not approximation.uses_batches:
+            continue
+        values = []
+        for stream in streams:
+            try:
+                values.append(cosine(moment, approximation.fit(stream)))
+            except KronscopeError:
+                values.append(math.nan)
+        curves[approximation.name] = values
+    return curves

@@ -1,0 +1,75 @@
+"""Writing a file so that a crash at any moment leaves either the old one or the new one, never half of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from kronscope.errors import ResultsError
+
+__all__ = ["write_atomically"]
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
+    """Let ``write`` fill a temporary file beside ``path``, then put it in place in one step.
+
+    The folder is created if it is not there: losing an hour's measurement to a missing folder helps nobody. A
+    symbolic link is followed, and an existing file's permissions are kept.
+
+    Args:
+        path: Where the file shall be.
+        write: Called once with the open binary file.
+
+    Returns:
+        The path, as a :class:`~pathlib.Path`.
+
+    Raises:
+        ResultsError: ``path`` is a folder or a device, or the file cannot be written there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(folder + "/new/a.txt", lambda file: file.write(b"whole")).read_bytes()
+    b'whole'
+    """
+    asked = Path(path)
+    target = Path(os.path.realpath(asked))
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "not a regular file"
+        raise ResultsError(f"A file name is needed to write to, but {str(asked)!r} is {kind}; give the name of a file.")
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # os.open rather than tempfile: its 0o666 is cut by the umask, as for any other file the user makes.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResultsError(
+            f"Could not write {str(asked)!r}: {reason}. Choose a folder you may write to that has free space."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+    return asked
+
+
+def _sync_folder(folder: Path) -> None:
+    # The rename itself is on disk only after the folder is; some file systems (and Windows) do not offer this.
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,138 @@
+"""All cosines of one layer: what :func:`kronscope.measure` and the history share once the streams are there."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kronscope.approx import Approximation
+from kronscope.curvature import SecondMoment
+from kronscope.errors import ConvergenceError, DataError, NotFactoredError
+from kronscope.gradients.stream import GradientStream
+from kronscope.measures.batches import batch_stream
+from kronscope.measures.cosines import cosine, relative_error
+from kronscope.measures.probes import Probes
+from kronscope.measures.resampling import Estimate, Resampler
+from kronscope.measures.rows import Row
+
+__all__ = ["Condition", "LayerStreams", "layer_rows"]
+
+# Approximations that are diagonal in Shampoo's eigenbasis: with two of them, one table serves all.
+_IN_SHAMPOO_BASIS = ("shampoo2", "tnt", "shampoo", "soap", "caspr")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a row says about itself besides its numbers."""
+
+    layer: str
+    step: int
+    truth: str
+    labels: str
+    batch_size: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class LayerStreams:
+    """The streams of one layer.
+
+    Attributes:
+        truth: Atoms of the matrix every cosine is taken with.
+        fitted: Atoms the approximations are fitted on, of single samples.
+        resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` or ``"drawn fit"``.
+        note: What every row of the layer has to say, such as that the truth was drawn.
+    """
+
+    truth: GradientStream
+    fitted: GradientStream
+    resample: str | None = None
+    note: str = ""
+
+
+def layer_rows(
+    streams: LayerStreams,
+    condition: Condition,
+    approximations: Sequence[Approximation],
+    *,
+    replacement: bool = True,
+    probes: Probes | None = None,
+    done: Callable[[str], None] = lambda name: None,
+) -> Iterator[Row]:
+    """Yield one row per approximation, as they are computed.
+
+    Args:
+        streams: The layer's atoms.
+        condition: Names and counts for the rows.
+        approximations: What to fit.
+        replacement: How batches of more than one sample are drawn.
+        probes: Use the paper's estimator instead of exact values.
+        done: Called with each approximation's name when its row is there.
+    """
+    truth = SecondMoment(streams.truth)
+    batched = batch_stream(streams.fitted, condition.batch_size, replacement=replacement)
+    if sum(approximation.name in _IN_SHAMPOO_BASIS for approximation in approximations) > 1:
+        for factor in SecondMoment(batched).factors():
+            _ = factor.spectrum
+    resampler = _resampler(streams)
+
+    def stream_for(approximation: Approximation) -> GradientStream:
+        if approximation.fits_truth:
+            return streams.truth
+        return batched if approximation.uses_batches else streams.fitted
+
+    for approximation in approximations:
+        started = time.perf_counter()
+        notes = [streams.note] if streams.note else []
+        estimate = Estimate(math.nan, math.nan)
+        try:
+            if probes is not None:
+                estimate = probes.cosine(truth, approximation.fit(stream_for(approximation)))
+            elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
+                estimate = Estimate(cosine(truth, approximation.fit(stream_for(approximation))), math.nan)
+            else:
+                estimate = _resampled(resampler, approximation, condition.batch_size, replacement)
+            if math.isnan(estimate.value):
+                notes.append("the gradients are all zero: there is no direction to compare")
+        except (NotFactoredError, ConvergenceError, DataError) as error:
+            notes.append(str(error))
+        m, n = streams.truth.shape
+        yield Row(
+            layer=condition.layer,
+            rows=m,
+            cols=n,
+            step=condition.step,
+            truth=condition.truth,
+            labels=condition.labels,
+            batch_size=condition.batch_size,
+            approximation=approximation.name,
+            cosine=estimate.value,
+            stderr=estimate.stderr,
+            relative_error=relative_error(min(1.0, estimate.value)),
+            samples=condition.samples,
+            seconds=time.perf_counter() - started,
+            note="; ".join(notes),
+        )
+        done(approximation.name)
+
+
+def _resampler(streams: LayerStreams) -> Resampler | None:
+    if streams.resample is None:
+        return None
+    if streams.resample == "samples":
+        return Resampler(streams.truth, streams.fitted, "samples")
+    if streams.resample == "draws":
+        return Resampler(streams.truth, streams.fitted, "draws")
+    # the truth is exact and only the fit was drawn; few draws per sample say less than the samples do
+    by = "draws" if streams.fitted.columns >= 5 else "samples"
+    return Resampler(streams.truth, streams.fitted, by, fixed_truth=True)
+
+
+def _resampled(resampler: Resampler, approximation: Approximation, batch_size: int, replacement: bool) -> Estimate:
+    if approximation.fits_truth:
+        return resampler.on_truth().cosine(approximation.fit)
+    if not approximation.uses_batches:
+        return resampler.cosine(approximation.fit)
+    return resampler.cosine(lambda stream: approximation.fit(batch_stream(stream, batch_size, replacement=replacement)))

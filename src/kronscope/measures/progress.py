@@ -1,0 +1,57 @@
+"""A progress bar with the time left, or nothing at all."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["Bar"]
+
+
+class Bar:
+    """One line on standard error that says what is being done and how long it will take.
+
+    Args:
+        shown: Whether to show anything; off a terminal nothing is drawn either way.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not shown,
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Bar:
+        """Start drawing."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop drawing and leave the line empty."""
+        self._progress.stop()
+
+    def begin(self, what: str, total: int) -> None:
+        """Start a new piece of work."""
+        self._progress.reset(self._task, description=what, total=total)
+
+    def at(self, done: int, total: int) -> None:
+        """Say how much of it is done."""
+        self._progress.update(self._task, completed=done, total=total)
+
+    def step(self, what: str | None = None) -> None:
+        """One more unit is done; ``what`` comes next."""
+        if what is None:
+            self._progress.advance(self._task)
+        else:
+            self._progress.update(self._task, advance=1, description=what)

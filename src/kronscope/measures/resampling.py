@@ -1,0 +1,174 @@
+r"""Error bars: what the cosine would be for the population the samples came from, or for exact labels.
+
+The plug-in :math:`\|H\|_F^2` counts every sample's pair with itself and is biased up. Here it is the U-statistic over
+pairs of different samples (or, for the label noise of fixed samples, of different draws), and the delete-a-group
+jackknife removes the first-order bias of everything else and gives the standard error. Any approximation can be put
+through it, since it only needs to be fitted again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronscope.curvature import SecondMoment
+from kronscope.errors import DataError
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.kron import Operator
+
+__all__ = ["Estimate", "Resampler"]
+
+_GROUPS = 20
+Fit = Callable[[GradientStream], Operator]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error."""
+
+    value: float
+    stderr: float
+
+
+class Resampler:
+    """Replicates of a pair of streams with one group of samples, or one label draw, left out.
+
+    Args:
+        truth: Stream of the matrix.
+        fitted: Stream the approximations are fitted on; may be the same object.
+        by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
+        fixed_truth: Keep the truth whole and only vary what is fitted (the truth is exact, the labels were drawn).
+        groups: Number of groups of samples.
+
+    Raises:
+        DataError: there are too few samples or draws to leave any out.
+    """
+
+    def __init__(
+        self,
+        truth: GradientStream,
+        fitted: GradientStream,
+        by: str,
+        *,
+        fixed_truth: bool = False,
+        groups: int = _GROUPS,
+    ) -> None:
+        self.truth, self.fitted, self.by, self.fixed_truth = truth, fitted, by, fixed_truth
+        drawn = fitted if fixed_truth else truth
+        units = truth.num_samples if by == "samples" else drawn.columns
+        self.count = min(units, groups) if by == "samples" else units
+        if self.count < 3:
+            raise DataError(
+                f"an error bar needs at least three {by}, got {units}; use more {by}, or population=False."
+            )
+        self._groups = torch.arange(truth.num_samples) % self.count
+        self._norms = self._truth_norms()
+        self._replicates = [self._without(group) for group in range(self.count)]
+
+    def on_truth(self) -> Resampler:
+        """Return a resampler for what is fitted on the truth itself."""
+        return self if self.fitted is self.truth else Resampler(self.truth, self.truth, self.by)
+
+    def cosine(self, fit: Fit) -> Estimate:
+        """Estimate the cosine of what ``fit`` makes of the fitted stream with the truth."""
+        whole = self._one(fit, self.truth, self.fitted, self._norms[0])
+        left_out = torch.tensor(
+            [
+                self._one(fit, truth, fitted, norm)
+                for (truth, fitted), norm in zip(self._replicates, self._norms[1:], strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        count = self.count
+        spread = float(((left_out - left_out.mean()) ** 2).sum())
+        stderr = math.sqrt((count - 1) / count * spread)
+        if self.fixed_truth:
+            # the fit that was made is the one reported; only its variation is estimated
+            return Estimate(whole, stderr)
+        corrected = count * whole - (count - 1) * float(left_out.mean())
+        return Estimate(corrected, stderr)
+
+    def _one(self, fit: Fit, truth: GradientStream, fitted: GradientStream, norm: float) -> float:
+        operator = fit(fitted)
+        size = operator.norm() * norm
+        return SecondMoment(truth).inner(operator) / size if size > 0 else math.nan
+
+    def _truth_norms(self) -> list[float]:
+        """Norms of the truth, whole and with each group left out, without the pairs that bias them."""
+        moment = SecondMoment(self.truth)
+        if self.fixed_truth:
+            return [moment.norm()] * (self.count + 1)
+        if self.by == "draws":
+            return _draw_norms(self.truth)
+        weights = _weights(self.truth)
+        pairs = moment.pair_sums(self._groups)
+        own = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, moment.own_sums())
+        squares = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, weights.square())
+        masses = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, weights)
+        norms = []
+        for group in range(-1, self.count):
+            keep = torch.arange(self.count) != group
+            mass = float(masses[keep].sum())
+            # Σ_{i≠j} w_i w_j S_ij over Σ_{i≠j} w_i w_j, for weights that sum to one
+            distinct = float(pairs[keep][:, keep].sum() - own[keep].sum())
+            share = mass * mass - float(squares[keep].sum())
+            norms.append(math.sqrt(max(distinct / share, 0.0)) if share > 0 else math.nan)
+        return norms
+
+    def _without(self, group: int) -> tuple[GradientStream, GradientStream]:
+        if self.by == "draws":
+            if self.fixed_truth:
+                return self.truth, self.fitted.map(lambda atoms: _drop_column(atoms, group))
+            truth = self.truth.map(lambda atoms: _drop_column(atoms, group))
+            return truth, (truth if self.fitted is self.truth else self.fitted)
+        keep = self._groups != group
+        fitted = _reweighted(self.fitted, keep)
+        if self.fixed_truth:
+            return self.truth, fitted
+        return (fitted if self.fitted is self.truth else _reweighted(self.truth, keep)), fitted
+
+
+def _weights(stream: GradientStream) -> Tensor:
+    return torch.cat([atoms.weights for atoms in stream]).cpu()
+
+
+def _reweighted(stream: GradientStream, keep: Tensor) -> GradientStream:
+    weights = _weights(stream) * keep
+    return SecondMoment(stream).reweighted(weights / weights.sum()).stream
+
+
+def _drop_column(atoms: Atoms, column: int) -> Atoms:
+    """Leave one label draw out; the others stand for the mean of one fewer."""
+    count = atoms.columns
+    keep = [index for index in range(count) if index != column]
+    scale = math.sqrt(count / (count - 1))
+    if isinstance(atoms, DenseAtoms):
+        return DenseAtoms(atoms.grads[:, keep] * scale, atoms.weights, atoms.samples)
+    rows, cols = atoms.row_factors, atoms.col_factors
+    rows = rows[:, keep] if rows.shape[1] == count else rows
+    cols = cols[:, keep] if cols.shape[1] == count else cols
+    # the scale belongs on one side only, and on the one that has the columns
+    if rows.shape[1] == count - 1:
+        rows = rows * scale
+    else:
+        cols = cols * scale
+    return FactoredAtoms(rows, cols, atoms.weights, atoms.samples)
+
+
+def _draw_norms(stream: GradientStream) -> list[float]:
+    """Norms for exact labels of these samples: pairs of different samples, and different draws of one sample."""
+    count = stream.columns
+    norms = []
+    for dropped in range(-1, count):
+        kept = stream if dropped < 0 else stream.map(lambda atoms, index=dropped: _drop_column(atoms, index))  # type: ignore[misc]
+        moment = SecondMoment(kept)
+        draws = count if dropped < 0 else count - 1
+        own, same = float(moment.own_sums().sum()), float(moment.own_sums(same_column=True).sum())
+        # a draw's pair with itself says nothing of the mean; the other pairs of the sample stand in for it
+        unbiased = moment.norm_squared() - own + (own - same) * draws / (draws - 1)
+        norms.append(math.sqrt(max(unbiased, 0.0)))
+    return norms

@@ -1,0 +1,295 @@
+"""What a measurement returns: one row per layer, step, truth and approximation, with everything needed to read it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kronscope.errors import OptionError, ResultsError
+from kronscope.measures.rows import COLUMNS, Detail, Row
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+__all__ = ["COLUMNS", "Detail", "Results", "Row"]
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Results:
+    """A measurement: rows, the curves behind them, what was asked, and whether it was finished.
+
+    Print it for a table, save it as JSON, or hand it to pandas, to a figure or to an interactive report. It does not
+    change: :meth:`select` and :meth:`merge` return new ones.
+
+    Args:
+        rows: The cosines.
+        details: Curves for figures and the report.
+        settings: What was asked and how it was done; anything that is not plain data is kept as its text. Tables and
+            reports give a place of their own to ``title``, ``population``, ``estimator``, ``cut`` (what was made
+            smaller than asked or than in the paper: text, a list or a dictionary) and ``notes``.
+        partial: Whether the work was interrupted.
+
+    >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97, samples=128)
+    >>> results = Results([row], settings={"seed": 0})
+    >>> len(results), results.layers, results.question
+    (1, ('fc.weight',), 'Exact for these 128 samples: nothing is estimated, so there are no error bars.')
+    """
+
+    rows: tuple[Row, ...]
+    details: tuple[Detail, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    partial: bool = False
+
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        details: Iterable[Detail] = (),
+        settings: Mapping[str, Any] | None = None,
+        partial: bool = False,
+    ) -> None:
+        object.__setattr__(self, "rows", tuple(rows))
+        object.__setattr__(self, "details", tuple(details))
+        object.__setattr__(self, "settings", _plain(settings or {}))
+        object.__setattr__(self, "partial", bool(partial))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Results):
+            return NotImplemented
+        mine = (self.rows, self.details, self.settings, self.partial)
+        return mine == (other.rows, other.details, other.settings, other.partial)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.partial))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Every layer, in the order measured."""
+        return tuple(dict.fromkeys(row.layer for row in self.rows))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Every step, ascending."""
+        return tuple(sorted({row.step for row in self.rows}))
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """Every approximation, in the order asked for."""
+        return tuple(dict.fromkeys(row.approximation for row in self.rows))
+
+    @property
+    def conditions(self) -> tuple[tuple[str, str, int], ...]:
+        """Every (truth, labels, batch size), in the order measured."""
+        return tuple(dict.fromkeys(row.condition for row in self.rows))
+
+    @property
+    def question(self) -> str:
+        """Which question the numbers answer, in a sentence."""
+        return _question(self.rows, self.settings)
+
+    def select(
+        self,
+        *,
+        layer: str | Iterable[str] | None = None,
+        truth: str | Iterable[str] | None = None,
+        approximation: str | Iterable[str] | None = None,
+        labels: str | Iterable[str] | None = None,
+        batch_size: int | Iterable[int] | None = None,
+        step: int | Iterable[int] | None = None,
+    ) -> Results:
+        """The rows (and curves) that match every argument given: a value, several values, or a pattern with ``*``.
+
+        Raises:
+            OptionError: A value occurs in no row; the nearest ones that do are listed.
+
+        >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97)
+        >>> len(Results([row]).select(layer="fc.*", approximation=["shampoo", "shampoo2"], truth="gauss_newton"))
+        Traceback (most recent call last):
+            ...
+        kronscope.errors.OptionError: No row has approximation 'shampoo'; there is: 'shampoo2'.
+        >>> len(Results([row]).select(layer="fc.*"))
+        1
+        """
+        asked = {
+            "layer": layer,
+            "truth": truth,
+            "approximation": approximation,
+            "labels": labels,
+            "batch_size": batch_size,
+            "step": step,
+        }
+        tests = {
+            name: _matcher(name, value, {getattr(row, name) for row in self.rows})
+            for name, value in asked.items()
+            if value is not None
+        }
+        rows = [row for row in self.rows if all(test(getattr(row, name)) for name, test in tests.items())]
+        # Curves belong to a layer, a step and a condition, not to one approximation.
+        tests.pop("approximation", None)
+        details = [item for item in self.details if all(test(getattr(item, name)) for name, test in tests.items())]
+        return Results(rows, details, self.settings, self.partial)
+
+    def merge(self, *others: Results) -> Results:
+        """All rows of these results, in order; where two measured the same thing, the later one stands.
+
+        Settings on which all agree stay; the others are listed run by run under ``"runs"``. The whole is partial if
+        one part is.
+
+        Raises:
+            ResultsError: A layer has another shape in one of them: they are of different models.
+        """
+        parts = (self, *others)
+        shapes: dict[str, tuple[int, int]] = {}
+        for row in (row for part in parts for row in part.rows):
+            if shapes.setdefault(row.layer, row.shape) != row.shape:
+                first, second = ("×".join(map(str, shape)) for shape in (shapes[row.layer], row.shape))
+                raise ResultsError(
+                    f"Results of one model are expected, but layer {row.layer!r} is {first} in one and {second} in "
+                    "another; keep results of different models apart, for example in a dictionary."
+                )
+        rows = {row.key: row for part in parts for row in part.rows}
+        details = {item.key: item for part in parts for item in part.details}
+        settings = _merged_settings([part.settings for part in parts])
+        return Results(rows.values(), details.values(), settings, any(part.partial for part in parts))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The rows as a data frame with the columns :data:`COLUMNS`."""
+        import pandas as pd
+
+        return pd.DataFrame({name: [getattr(row, name) for row in self.rows] for name in COLUMNS})
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write everything to one JSON file, which :meth:`load` reads back as it was.
+
+        The file appears whole or not at all. NaN is written as null.
+
+        Raises:
+            ResultsError: The file cannot be written there.
+        """
+        from kronscope.measures import files, schema
+
+        text = schema.dumps(self)
+        return files.write_atomically(path, lambda file: file.write(text.encode()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Results:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ResultsError: The file is missing, is not a results file, is cut short, or is of a newer version.
+        """
+        from kronscope.measures import schema
+
+        return schema.loads(schema.read_text(path), os.fspath(path))
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the cosines to a ``.png``, ``.pdf`` or ``.svg`` file: see :func:`kronscope.figures.cosines`."""
+        from kronscope import figures
+
+        return figures.save(figures.cosines(self), path)
+
+    def report(self, path: str | os.PathLike[str], title: str | None = None) -> Path:
+        """Write one interactive HTML file that needs no network: see :func:`kronscope.report.write_report`."""
+        from kronscope.report import write_report
+
+        return write_report(self, path, title=title)
+
+    def __repr__(self) -> str:
+        state = ", partial" if self.partial else ""
+        return f"<Results: {len(self.rows)} rows, {len(self.layers)} layers, {len(self.steps)} steps{state}>"
+
+    def __str__(self) -> str:
+        from kronscope.measures import table
+
+        return table.to_text(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from kronscope.measures import table
+
+        yield from table.to_rich(self, options.max_width, ascii_only=options.ascii_only)
+
+    def _repr_html_(self) -> str:
+        from kronscope.measures import table
+
+        return table.to_html(self)
+
+
+def _plain(value: Any) -> Any:
+    """Plain data as JSON knows it, so that settings are the same before saving and after loading."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [_plain(item) for item in sorted(value, key=str)]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _matcher(name: str, asked: object, present: set[Any]) -> Callable[[object], bool]:
+    """A test for one column, after checking that every value asked for occurs at all."""
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        asked = (asked,)
+    wanted: set[object] = set()
+    for value in asked:
+        # An exact name wins over a pattern: "in_proj_weight[0:64]" is a row slice, not a set of letters.
+        if value in present:
+            wanted.add(value)
+            continue
+        matches = {item for item in present if isinstance(value, str) and fnmatch.fnmatchcase(item, value)}
+        if not matches:
+            texts = sorted(map(str, present))
+            nearest = difflib.get_close_matches(str(value), texts, n=8, cutoff=0.0) if len(texts) > 8 else texts
+            there = ", ".join(repr(text) if isinstance(value, str) else text for text in nearest) or "nothing"
+            raise OptionError(f"No row has {name} {value!r}; there is: {there}.")
+        wanted |= matches
+    return lambda value: value in wanted
+
+
+def _merged_settings(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    runs: list[dict[str, Any]] = []
+    for settings in all_settings:
+        common = {name: value for name, value in settings.items() if name != "runs"}
+        runs += [{**common, **run} for run in settings.get("runs") or [{}]]
+    runs = [run for place, run in enumerate(runs) if run not in runs[:place]]
+    agreed = {
+        name: value for name, value in runs[0].items() if all(name in run and run[name] == value for run in runs[1:])
+    }
+    if len(runs) == 1:
+        return agreed
+    return {**agreed, "runs": [{name: value for name, value in run.items() if name not in agreed} for run in runs]}
+
+
+def _question(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
+    counts = sorted({row.samples for row in rows if not math.isnan(row.cosine)} or {row.samples for row in rows})
+    if not counts:
+        return "Nothing was measured."
+    many = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    samples = f"{many} sample{'' if counts == [1] else 's'}"
+    estimated = any(math.isfinite(row.stderr) for row in rows)
+    bars = "; ± is one standard error" if estimated else ""
+    if settings.get("estimator") == "probes":
+        return f"Estimated with random probes on these {samples}, as the paper did{bars}."
+    if settings.get("population"):
+        return f"Estimated for the population from which the {samples} came{bars}."
+    if estimated:
+        return f"For these {samples}; ± is one standard error of what was drawn (labels or steps), no ± means exact."
+    return f"Exact for these {samples}: nothing is estimated, so there are no error bars."

@@ -1,0 +1,183 @@
+"""The two records results are made of: a row is one cosine, a detail is a curve behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["COLUMNS", "Detail", "Row"]
+
+COLUMNS = (
+    "layer",
+    "rows",
+    "cols",
+    "step",
+    "truth",
+    "labels",
+    "batch_size",
+    "approximation",
+    "cosine",
+    "stderr",
+    "relative_error",
+    "samples",
+    "seconds",
+)
+_INTEGERS = ("rows", "cols", "step", "batch_size", "samples")
+_FLOATS = ("cosine", "stderr", "relative_error", "seconds")
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One cosine: how well one approximation fits one matrix of one layer at one step.
+
+    Attributes:
+        layer: The parameter's name as it was asked for.
+        rows: Rows m of the layer's matrix.
+        cols: Columns n of the layer's matrix.
+        step: The training step, or the number of recorded gradients.
+        truth: ``gauss_newton``, ``empirical_fisher`` or ``adagrad``.
+        labels: What the approximation was fitted on: ``exact``, ``sampled`` or ``real``.
+        batch_size: The B of the batch lemmas, not the data loader's.
+        approximation: The registered name.
+        cosine: The cosine between the approximation and the truth; NaN where it does not exist.
+        stderr: Its standard error; NaN where the answer is exact.
+        relative_error: √(1 − cosine²), the error left at the best scale.
+        samples: How many data samples the numbers come from.
+        seconds: What this row took.
+        note: What a reader must know, such as why the cosine is NaN.
+
+    Infinite numbers are kept as NaN. Two rows are equal when all their entries are, NaN being equal to NaN.
+
+    >>> Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97).shape
+    (10, 64)
+    """
+
+    layer: str
+    rows: int
+    cols: int
+    step: int
+    truth: str
+    labels: str
+    batch_size: int
+    approximation: str
+    cosine: float
+    stderr: float = math.nan
+    relative_error: float = math.nan
+    samples: int = 0
+    seconds: float = math.nan
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _INTEGERS:
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        for name in _FLOATS:
+            object.__setattr__(self, name, _finite_or_nan(getattr(self, name)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The layer's matrix, m × n."""
+        return (self.rows, self.cols)
+
+    @property
+    def condition(self) -> tuple[str, str, int]:
+        """Truth, labels and batch size: rows that differ here answer different questions."""
+        return (self.truth, self.labels, self.batch_size)
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int, str]:
+        """What was measured, without the answer."""
+        return (self.layer, self.step, *self.condition, self.approximation)
+
+    def _comparable(self) -> tuple[object, ...]:
+        return tuple(_nan_to_none(getattr(self, entry.name)) for entry in dataclasses.fields(self))
+
+    def __eq__(self, other: object) -> bool:
+        return self._comparable() == other._comparable() if isinstance(other, Row) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._comparable())
+
+
+@dataclass(frozen=True, eq=False)
+class Detail:
+    """Curves behind a row that a table cannot hold.
+
+    Attributes:
+        layer: As in :class:`Row`, and so are the next four.
+        step: The training step.
+        truth: Which matrix.
+        labels: Which labels.
+        batch_size: Which B.
+        kind: ``spectrum`` (``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``), ``exponents``
+            (``exponent``, ``cosine``) or ``batch_sizes`` (``batch_size`` and one curve per approximation).
+        values: Lists of numbers, numbers and text, by name.
+
+    >>> sweep = Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", {"exponent": [0.5, 1], "cosine": [0.8, 0.9]})
+    >>> sweep.series("cosine")
+    [0.8, 0.9]
+    """
+
+    layer: str
+    step: int
+    truth: str
+    labels: str
+    batch_size: int
+    kind: str
+    values: Mapping[str, Sequence[float] | float | str]
+
+    def __post_init__(self) -> None:
+        for name in ("step", "batch_size"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        object.__setattr__(self, "values", {str(name): _detail_value(value) for name, value in self.values.items()})
+
+    @property
+    def condition(self) -> tuple[str, str, int]:
+        """Truth, labels and batch size."""
+        return (self.truth, self.labels, self.batch_size)
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int, str]:
+        """What was measured, without the answer."""
+        return (self.layer, self.step, *self.condition, self.kind)
+
+    def series(self, name: str) -> list[float]:
+        """The list of numbers called ``name``; empty if there is none."""
+        value = self.values.get(name)
+        return list(value) if isinstance(value, list) else []
+
+    def number(self, name: str) -> float:
+        """The number called ``name``; NaN if there is none."""
+        value = self.values.get(name)
+        return value if isinstance(value, float) else math.nan
+
+    def _comparable(self) -> tuple[object, ...]:
+        return (*self.key, {name: _nan_to_none(value) for name, value in self.values.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return self._comparable() == other._comparable() if isinstance(other, Detail) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _finite_or_nan(value: Any) -> float:
+    number = float(value)
+    return number if math.isfinite(number) else math.nan
+
+
+def _nan_to_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nan_to_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _detail_value(value: Any) -> list[float] | float | str:
+    if isinstance(value, str):
+        return value
+    if getattr(value, "ndim", None) == 0 or not isinstance(value, Iterable):
+        return _finite_or_nan(value)
+    return [_finite_or_nan(item) for item in value]

@@ -1,0 +1,135 @@
+"""Results as JSON text: one line per row, a version, and errors that say what is wrong with a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kronscope.errors import ResultsError
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Detail, Row
+
+__all__ = ["FORMAT", "SCHEMA_VERSION", "dumps", "loads", "read_text", "to_plain"]
+
+FORMAT = "kronscope-results"
+SCHEMA_VERSION = 1
+
+_Record = TypeVar("_Record", Row, Detail)
+
+
+def to_plain(record: Row | Detail) -> dict[str, Any]:
+    """A row or a detail as plain data, NaN as None."""
+    return {entry.name: _nulls(getattr(record, entry.name)) for entry in dataclasses.fields(record)}
+
+
+def dumps(results: Results) -> str:
+    """JSON text with one row per line, so that two files can be compared line by line."""
+    head = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "partial": results.partial}
+    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    parts.append(f'"settings": {json.dumps(results.settings, indent=1, allow_nan=False)}')
+    for name, records in (("rows", results.rows), ("details", results.details)):
+        lines = ",\n".join(json.dumps(to_plain(record), allow_nan=False) for record in records)
+        parts.append(f'"{name}": [\n{lines}\n]' if lines else f'"{name}": []')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a results file.
+
+    Raises:
+        ResultsError: There is no such file, it is a folder, or it is not text.
+    """
+    name = os.fspath(path)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ResultsError(f"There is no results file {name!r}; check the path, or make one with Results.save.") from None
+    except IsADirectoryError:
+        inside = Path(path) / "results.json"
+        hint = f"load {str(inside)!r} instead" if inside.is_file() else "give the name of the file in it"
+        raise ResultsError(f"A results file is expected, but {name!r} is a folder; {hint}.") from None
+    except UnicodeDecodeError:
+        raise ResultsError(f"A JSON results file is expected, but {name!r} is not text; {_REMEDY}.") from None
+    except OSError as error:
+        raise ResultsError(f"The results file {name!r} cannot be read: {error.strerror}; check its permissions.") from error
+
+
+def loads(text: str, name: str = "the text") -> Results:
+    """Results from JSON text; ``name`` is the file's name for messages.
+
+    Raises:
+        ResultsError: The text is not JSON, is cut short, is of another format or a newer version, or lacks entries.
+    """
+    data = _parse(text, name)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ResultsError(
+            f'A results file is expected ("format": "{FORMAT}"), but {name!r} holds other JSON; {_REMEDY}.'
+        )
+    version = data.get("schema_version")
+    if not isinstance(version, int) or version < 1:
+        raise ResultsError(f"{name!r} has no valid schema_version (found {version!r}); {_REMEDY}.")
+    if version > SCHEMA_VERSION:
+        raise ResultsError(
+            f"{name!r} was written by a newer kronscope: its schema_version is {version}, this one reads up to "
+            f"{SCHEMA_VERSION}; upgrade with: pip install --upgrade kronscope"
+        )
+    for entry, kind in (("rows", list), ("details", list), ("settings", dict), ("partial", bool)):
+        if not isinstance(data.get(entry), kind):
+            raise ResultsError(f"{name!r} is damaged: its entry {entry!r} is missing or not a {kind.__name__}; {_REMEDY}.")
+    rows = [_record(Row, item, f"row {number} of {name!r}") for number, item in enumerate(data["rows"], 1)]
+    details = [_record(Detail, item, f"detail {number} of {name!r}") for number, item in enumerate(data["details"], 1)]
+    return Results(rows, details, data["settings"], data["partial"])
+
+
+_REMEDY = "give a file written by Results.save, or measure again"
+
+
+def _parse(text: str, name: str) -> Any:
+    if not text.strip():
+        raise ResultsError(f"A results file is expected, but {name!r} is empty; {_REMEDY}.")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("{") and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg):
+            raise ResultsError(f"{name!r} is cut short: it ends in line {error.lineno} in the middle; {_REMEDY}.") from None
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ResultsError(f"{name!r} is not JSON ({error.msg} at {place}); {_REMEDY}.") from None
+
+
+def _record(kind: type[_Record], item: Any, place: str) -> _Record:
+    names = {entry.name for entry in dataclasses.fields(kind)}
+    if not isinstance(item, Mapping) or set(item) != names:
+        found = set(item) if isinstance(item, Mapping) else set()
+        wrong = ", ".join(sorted(names ^ found))
+        raise ResultsError(f"{place} is damaged: missing or unknown entries {wrong}; {_REMEDY}.")
+    for text in _TEXTS & names:
+        if not isinstance(item[text], str):
+            raise ResultsError(f"{place} is damaged: {text} must be text, but is {item[text]!r}; {_REMEDY}.")
+    try:
+        return kind(**{entry: _nans(value) for entry, value in item.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ResultsError(f"{place} is damaged: {error}; {_REMEDY}.") from error
+
+
+_TEXTS = {"layer", "truth", "labels", "approximation", "note", "kind"}
+
+
+def _nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nulls(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_nulls(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _nans(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nans(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_nans(item) for item in value]
+    return math.nan if value is None else value

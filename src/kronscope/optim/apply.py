@@ -1,0 +1,134 @@
+"""The ends of a step: checked gradients in, decayed parameters out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronscope.errors import GradientError
+
+__all__ = ["apply_updates", "check_supported", "finite_gradients", "full_precision", "prepared_gradient"]
+
+
+def check_supported(grad: Tensor, name: str) -> None:
+    """Refuse gradients the optimizers cannot treat.
+
+    Raises:
+        GradientError: the gradient is sparse, complex or not floating-point.
+    """
+    if grad.layout != torch.strided:
+        raise GradientError(
+            f"the gradient of {name} is sparse; use Embedding(sparse=False), or give the parameter to "
+            f"torch.optim.SparseAdam."
+        )
+    if not grad.is_floating_point():
+        raise GradientError(
+            f"the gradient of {name} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
+            f"A complex parameter can be stored as torch.view_as_real of itself."
+        )
+
+
+def finite_gradients(grads: Sequence[Tensor]) -> list[bool]:
+    """Tell for each gradient whether it, and the sum of its squares in at least float32, is finite.
+
+    One host synchronisation per device.
+    """
+    verdict = [True] * len(grads)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad.numel():
+            by_device.setdefault(grad.device, []).append(index)
+    for indices in by_device.values():
+        norms = torch._foreach_norm([grads[i] for i in indices], float("inf"))
+        wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
+        largest = torch.stack([norm.to(wide) for norm in norms])
+        limits = [
+            (torch.finfo(torch.promote_types(grads[i].dtype, torch.float32)).max / grads[i].numel()) ** 0.5
+            for i in indices
+        ]
+        for index, value, limit in zip(indices, largest.tolist(), limits, strict=True):
+            verdict[index] = value <= limit
+    return verdict
+
+
+def prepared_gradient(param: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return the gradient to descend along: negated to maximize, with coupled weight decay added."""
+    grad = param.grad
+    assert grad is not None
+    if group["maximize"]:
+        grad = -grad
+    if group["decay"] == "coupled" and group["weight_decay"] != 0:
+        grad = grad.add(param, alpha=group["weight_decay"])
+    return grad
+
+
+def apply_updates(params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
+    r"""Step: :math:`W \leftarrow W - \eta \lambda\, (m \circ W) - \eta U`, with :math:`m` the kind of decay's mask.
+
+    Args:
+        params: Parameters :math:`W`, changed in place.
+        updates: Updates :math:`U` of the same shapes; may be changed.
+        group: Gives the learning rate :math:`\eta` (a number or a 0-D tensor), the decay :math:`\lambda` and its kind:
+            decoupled (:math:`m = 1`), cautious (:math:`m = 1` where :math:`U W > 0`), or coupled (done before).
+    """
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    if weight_decay != 0 and group["decay"] == "decoupled":
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    elif weight_decay != 0 and group["decay"] == "cautious":
+        for param, update in zip(params, updates, strict=True):
+            param.sub_(param * (update * param > 0) * (lr * weight_decay))
+    if isinstance(lr, Tensor):
+        # a tensor learning rate may live on another device and must not be read on the host
+        torch._foreach_mul_(updates, -lr)
+        torch._foreach_add_(params, updates)
+    else:
+        torch._foreach_add_(params, updates, alpha=-float(lr))
+
+
+@contextmanager
+def full_precision(device_types: set[str]) -> Iterator[None]:
+    """Run without autocast and without TF32 or bf16 products, whatever the surroundings; restores them."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # set through torch.backends.*.fp32_precision, which the older interface refuses to mix with
+        precision = ""
+    outer = torch.autocast
+    contexts = [outer(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext() for kind in device_types]
+    with _all(contexts), _products(precision):
+        yield
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    if precision == "highest":
+        yield
+    elif precision:
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+    else:
+        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, value in zip(backends, before, strict=True):
+                backend.fp32_precision = value
+
+
+@contextmanager
+def _all(contexts: Sequence[Any]) -> Iterator[None]:
+    if not contexts:
+        yield
+        return
+    with contexts[0], _all(contexts[1:]):
+        yield

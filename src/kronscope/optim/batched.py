@@ -1,0 +1,195 @@
+"""The updates of a stack of equal blocks in a few large calls; :mod:`kronscope.optim.reference` is the specification."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kronscope.kron.roots import solve_roots
+from kronscope.optim.config import Graft, Hyper, Norm, Trace
+from kronscope.optim.grafts import graft_direction, rescaled, update_second_moment
+from kronscope.optim.pieces import (
+    Tensors,
+    add_gram,
+    batched_times,
+    isotropic_root,
+    positive_power,
+    ridge_of,
+    traces,
+    unit_factor,
+)
+from kronscope.optim.soap_batched import change_basis, new_basis, soap_accumulate
+
+__all__ = ["accumulate", "batched_update", "direction", "refresh_roots", "traces_of"]
+
+
+def batched_update(
+    state: Tensors,
+    grads: Tensor,
+    factored: Sequence[bool],
+    hyper: Hyper,
+    step: int,
+    due: Sequence[Tensor | None],
+) -> Tensor:
+    """Do what :func:`reference_update` does for each block of a stack.
+
+    Args:
+        state: What :func:`new_state` makes; changed in place.
+        grads: Gradients (B, ...); not changed.
+        factored: Which modes have a factor.
+        hyper: Options.
+        step: The step all these blocks are at, from 1.
+        due: For each mode, which blocks' roots are to be taken anew: indices, or None for no block.
+    """
+    mean = accumulate(state, grads, factored, hyper, step)
+    for mode, index in enumerate(due):
+        if index is not None and (hyper.family == "soap" or step >= hyper.start):
+            refresh_roots(state, mode, index, hyper, step)
+    return direction(state, mean, factored, hyper, step)
+
+
+def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
+    """Take gradients into factors and moments; return their mean (for SOAP: the finished update)."""
+    modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
+    if hyper.family == "soap":
+        return soap_accumulate(state, grads, modes, hyper, step)
+    decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
+    if hyper.family == "kl":
+        _accumulate_kl(state, grads, modes, decay, gain)
+    elif hyper.power_rounds > 1 and len(modes) == 2 and grads.ndim == 3:
+        _accumulate_rounds(state, grads, hyper, step)
+    else:
+        for mode in modes:
+            add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+    if "graft_sq" in state:
+        update_second_moment(state["graft_sq"], grads, hyper)
+    if hyper.beta1 == 0:
+        return grads
+    return state["exp_avg"].lerp_(grads, 1 - hyper.beta1)
+
+
+def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
+    """Take the roots (for SOAP: the eigenbases) of the factors of one mode and some blocks anew."""
+    everything = index.numel() == state[f"factor{mode}"].shape[0]
+    factors = state[f"factor{mode}"] if everything else state[f"factor{mode}"][index]
+    factors = factors / hyper.correction2(step)
+    basis = state.get(f"basis{mode}")
+    warm = None if basis is None or step == 1 else (basis if everything else basis[index])
+    if hyper.family == "soap":
+        assert basis is not None
+        old = basis if everything else basis[index]
+        change_basis(state, mode, index, new_basis(factors, old, hyper, step), old, hyper)
+        return
+    root = state[f"root{mode}"]
+    found = solve_roots(
+        factors, hyper.exponent(mode), ridge_of(hyper), hyper.solver, previous=root[index] if step > 1 else None, warm=warm
+    )
+    root[index] = found.matrices
+    if basis is not None and found.vectors is not None:
+        basis[index] = found.vectors
+    trace = traces(factors) + ridge_of(hyper).eps * factors.shape[-1]
+    state["spectrum"][index, mode] = torch.cat([trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1)
+
+
+def direction(state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False) -> Tensor:
+    """Return the updates of a stack from the means that :func:`accumulate` returned; ``peek`` leaves momentum alone."""
+    if hyper.family == "soap":
+        return rescaled(mean, None, hyper)
+    if hyper.beta1 > 0:
+        mean = mean / (1 - hyper.beta1**step)
+    preconditioned = step >= hyper.start
+    graft = None
+    if isinstance(hyper.scale, Graft):
+        graft = graft_direction(mean, state.get("graft_sq"), hyper, step)
+    if graft is not None and not preconditioned:
+        update = graft.clone() if graft is mean else graft
+    else:
+        update = _preconditioned(state, mean, factored, hyper, step) if preconditioned else mean.clone()
+        weights = _weights(state, mean, factored, hyper, step, preconditioned)
+        if weights is not None:
+            update.mul_(weights.view(-1, *[1] * (mean.ndim - 1)))
+        update = rescaled(update, graft, hyper)
+    if hyper.momentum > 0:
+        buffer = state["momentum"].clone() if peek else state["momentum"]
+        buffer.mul_(hyper.momentum).add_(update)
+        update = update.add_(buffer, alpha=hyper.momentum) if hyper.nesterov else buffer.clone()
+    return update
+
+
+def traces_of(state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
+    """Return the traces (B,) of the factors as they are now, with the eps that sums start from."""
+    factor = state[f"factor{mode}"]
+    return traces(factor) / hyper.correction2(step) + ridge_of(hyper).eps * factor.shape[-1]
+
+
+def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
+    if mean.ndim == 3:
+        update = torch.bmm(state["root0"], mean) if factored[0] else mean
+        return torch.bmm(update, state["root1"]) if factored[1] else update
+    update = mean
+    for mode, has_factor in enumerate(factored):
+        if has_factor:
+            update = batched_times(state[f"root{mode}"], update, mode)
+    return update
+
+
+def _weights(
+    state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, preconditioned: bool
+) -> Tensor | None:
+    """Return the factor (B,) in front of the product of roots, which were divided by their traces; None for a graft."""
+    if isinstance(hyper.scale, Graft | Norm) or (hyper.scale is None and not preconditioned):
+        return None
+    modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
+    now = {mode: traces_of(state, mode, hyper, step) for mode in modes}
+    bare = [mode for mode in range(len(factored)) if mode not in modes]
+    if isinstance(hyper.scale, Trace):
+        whole = torch.stack(list(now.values())).prod(0) if hyper.family == "kl" else now[modes[0]]
+        isotropic = bare if preconditioned else range(len(factored))
+        if hyper.family == "kl" and preconditioned:
+            isotropic = []
+        known = math.prod(isotropic_root(mean.shape[1 + mode], hyper.exponent(mode)) for mode in isotropic)
+        return positive_power(whole, -0.5) * known
+    weights = torch.ones_like(now[modes[0]])
+    for mode in modes:
+        then = state["spectrum"][:, mode, 0]
+        weights = weights * positive_power(torch.where(then > 0, then, now[mode]), hyper.exponent(mode))
+    for mode in bare if hyper.family != "kl" else []:
+        weights = weights * positive_power(now[modes[0]] / mean.shape[1 + mode], hyper.exponent(mode))
+    return weights
+
+
+def _accumulate_kl(state: Tensors, grads: Tensor, modes: Sequence[int], decay: float, gain: float) -> None:
+    shape = (-1, *[1] * (grads.ndim - 1))
+    rms = torch.linalg.vector_norm(grads.flatten(1), dim=1) / math.sqrt(grads[0].numel())
+    grams = {}
+    for mode in modes:
+        whitened = grads
+        for other in modes:
+            if other != mode:
+                trace = state["spectrum"][:, other, 0]
+                seen = trace > 0
+                # before the first root the other side is rms^(2/q) I; roots then hold a multiple of I as well
+                start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"][:, 0, 0]
+                weight = torch.where(seen, positive_power(trace, -0.5), start)
+                whitened = batched_times(state[f"root{other}"], whitened, other) * weight.view(shape)
+        grams[mode] = whitened
+    for mode, whitened in grams.items():
+        count = grads[0].numel() // grads.shape[1 + mode]
+        add_gram(state[f"factor{mode}"], whitened, mode, decay, gain / count)
+
+
+def _accumulate_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -> None:
+    decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
+    old = [state["factor0"] * decay, state["factor1"] * decay]
+    for power_round in range(hyper.power_rounds):
+        middle = [unit_factor(state[f"factor{mode}"] / hyper.correction2(step)) if power_round else None for mode in (0, 1)]
+        left = grads if middle[1] is None else torch.bmm(grads, middle[1])
+        right = grads if middle[0] is None else torch.bmm(middle[0], grads)
+        torch.baddbmm(old[0], left, grads.mT, alpha=gain, out=state["factor0"])
+        torch.baddbmm(old[1], grads.mT, right, alpha=gain, out=state["factor1"])
+    for mode in (0, 1):
+        factor = state[f"factor{mode}"]
+        factor.copy_((factor + factor.mT) / 2)

@@ -1,0 +1,290 @@
+"""Parameters to blocks: the matrix (or tensor) view of a parameter, its tiles, and which sides get factors.
+
+A *tile* is a region of the view cut regularly into equal blocks. A whole matrix is one tile of one block; cutting a
+dimension that the block size does not divide leaves a second, smaller tile at its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kronscope.errors import OptionError
+
+__all__ = ["Layout", "LayoutOptions", "Tile", "fit_budget", "plan_layout"]
+
+# Eigendecompositions beyond this take minutes; longer sides get no factor, or are cut, unless a block size is given.
+MAX_SIDE = 8192
+# Without a memory budget factors and roots may take this many times the parameter's own memory ...
+DEFAULT_RATIO = 16
+# ... and a parameter whose factors stay below this many bytes is never cut.
+DEFAULT_FLOOR = 64 * 2**20
+_BLOCK_SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A region of a view cut into equal blocks.
+
+    Attributes:
+        start: First index in each dimension.
+        stop: One past the last index in each dimension.
+        block: The blocks' shape.
+        factored: Which dimensions get a factor.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    block: tuple[int, ...]
+    factored: tuple[bool, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of blocks along each dimension."""
+        return tuple((b - a) // s for a, b, s in zip(self.start, self.stop, self.block, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return math.prod(self.grid)
+
+    @property
+    def modes(self) -> tuple[int, ...]:
+        """The dimensions that have a factor."""
+        return tuple(mode for mode, has in enumerate(self.factored) if has)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tile is a single block, so that no data has to be moved to form it."""
+        return self.count == 1
+
+    def factor_numel(self) -> int:
+        """Numbers in one set of factors of all blocks."""
+        return self.count * sum(self.block[mode] ** 2 for mode in self.modes)
+
+    def extract(self, view: Tensor) -> Tensor:
+        """Return the blocks (count, *block) of a view; a copy unless there is one block."""
+        region = view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
+        if self.is_whole:
+            return region.unsqueeze(0)
+        split = [size for pair in zip(self.grid, self.block, strict=True) for size in pair]
+        order = [*range(0, 2 * len(self.block), 2), *range(1, 2 * len(self.block), 2)]
+        return region.reshape(split).permute(order).reshape(self.count, *self.block)
+
+    def insert(self, view: Tensor, blocks: Tensor) -> None:
+        """Write blocks (count, *block) into their region of a view."""
+        region = view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
+        region.copy_(self.joined(blocks))
+
+    def joined(self, blocks: Tensor) -> Tensor:
+        """Return blocks (count, *block) as their region."""
+        if self.is_whole:
+            return blocks[0]
+        dims = len(self.block)
+        order = [axis for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for axis in pair]
+        size = [b - a for a, b in zip(self.start, self.stop, strict=True)]
+        return blocks.reshape(*self.grid, *self.block).permute(order).reshape(size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter is treated.
+
+    Attributes:
+        shape: The parameter's shape.
+        view: The shape it is preconditioned in.
+        tiles: Its tiles; none for elementwise treatment.
+        reason: Why it is treated so, for people.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    reason: str
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the parameter gets AdamW (or diagonal Adagrad)."""
+        return not self.tiles
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view is a single block."""
+        return len(self.tiles) == 1 and self.tiles[0].is_whole
+
+    def factor_numel(self) -> int:
+        """Numbers in one set of factors."""
+        return sum(tile.factor_numel() for tile in self.tiles)
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """What decides a layout.
+
+    Attributes:
+        method: ``"auto"``, ``"kronecker"`` or ``"adam"``.
+        view: ``"matrix"`` flattens from dimension 1; ``"modes"`` gives every dimension a factor.
+        merge: With ``"modes"``, neighbouring dimensions are merged while their product stays within this.
+        split: Number of equal row parts, or the sizes of the parts, as for a fused qkv weight.
+        block_size: Longest side of a block; None leaves matrices whole where the budget allows.
+        role: ``"embedding"`` or ``"head"`` where recognised, else empty.
+    """
+
+    method: str = "auto"
+    view: str = "matrix"
+    merge: int = 0
+    split: int | tuple[int, ...] | None = None
+    block_size: int | None = None
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        """Check each option."""
+        if self.method not in ("auto", "kronecker", "adam"):
+            raise OptionError(f"method must be 'auto', 'kronecker' or 'adam', got {self.method!r}.")
+        if self.view not in ("matrix", "modes"):
+            raise OptionError(f"view must be 'matrix' or 'modes', got {self.view!r}.")
+        for name in ("block_size", "merge"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise OptionError(f"{name} must be a whole number, got {value!r}.")
+        if self.block_size is not None and self.block_size < 1:
+            raise OptionError(f"block_size must be at least 1 or None, got {self.block_size}.")
+
+
+def plan_layout(shape: Sequence[int], options: LayoutOptions, element_size: int = 4) -> Layout:
+    """Decide how a parameter of this shape is treated.
+
+    Raises:
+        OptionError: ``split`` does not fit the number of rows.
+
+    >>> plan_layout((64, 32, 3, 3), LayoutOptions()).view
+    (64, 288)
+    >>> plan_layout((50000, 64), LayoutOptions()).tiles[0].factored
+    (False, True)
+    """
+    shape = tuple(int(size) for size in shape)
+    if options.method == "adam":
+        return Layout(shape, shape, (), "asked for")
+    if options.method == "auto" and len(shape) < 2:
+        return Layout(shape, shape, (), f"{len(shape)}-D")
+    if options.method == "auto" and options.role:
+        return Layout(shape, shape, (), options.role)
+    if math.prod(shape) == 0:
+        return Layout(shape, shape, (), "empty")
+    view = _view(shape, options)
+    if options.block_size is not None:
+        return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
+    whole = _cut(shape, view, options, None, (True,) * len(view), "whole")
+    budget = max(DEFAULT_RATIO * math.prod(shape) * element_size, DEFAULT_FLOOR)
+    if all(size <= MAX_SIDE for tile in whole.tiles for size in tile.block) and _bytes(whole, element_size) <= budget:
+        return whole
+    for candidate in _cheaper(whole, options):
+        sides = [tile.block[mode] for tile in candidate.tiles for mode in tile.modes]
+        if all(side <= MAX_SIDE for side in sides) and _bytes(candidate, element_size) <= budget:
+            return candidate
+    return Layout(shape, shape, (), "no blocks fit the memory budget")
+
+
+def fit_budget(layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: int, element_size: int = 4) -> list[Layout]:
+    """Make the most expensive layouts cheaper until all factors and roots together fit ``budget`` bytes."""
+    chosen = list(layouts)
+    while sum(_bytes(layout, element_size) for layout in chosen) > budget:
+        largest = max(range(len(chosen)), key=lambda i: chosen[i].factor_numel())
+        now = chosen[largest]
+        smaller = (c for c in _cheaper(now, options[largest]) if c.factor_numel() < now.factor_numel())
+        fallback = Layout(now.shape, now.shape, (), "no blocks fit the memory budget")
+        chosen[largest] = next(smaller, fallback)
+    return chosen
+
+
+def _bytes(layout: Layout, element_size: int) -> int:
+    """Bytes of factors and their roots."""
+    return 2 * layout.factor_numel() * element_size
+
+
+def _cheaper(layout: Layout, options: LayoutOptions) -> list[Layout]:
+    """Cheaper treatments of the same parameter, best first: one-sided, then ever smaller blocks."""
+    shape, view = layout.shape, layout.view
+    found = []
+    if len(view) == 2 and layout.reason == "whole":
+        small = 0 if view[0] <= view[1] else 1
+        found.append(_cut(shape, view, options, None, (small == 0, small == 1), f"one-sided (dimension {small})"))
+    every = (True,) * len(view)
+    blocks = [_cut(shape, view, options, b, every, f"blocks of {b}") for b in _BLOCK_SIZES if b < max(view)]
+    return found + blocks
+
+
+def _view(shape: tuple[int, ...], options: LayoutOptions) -> tuple[int, ...]:
+    if len(shape) < 2:
+        return (1, math.prod(shape))
+    if options.view == "matrix":
+        return (shape[0], math.prod(shape[1:]))
+    merged: list[int] = []
+    for size in shape:
+        if size == 1:
+            continue
+        if merged and merged[-1] * size <= options.merge:
+            merged[-1] *= size
+        else:
+            merged.append(size)
+    return tuple(merged) if len(merged) > 1 else (1, *merged, *([1] * (1 - len(merged))))
+
+
+def _cut(
+    shape: tuple[int, ...],
+    view: tuple[int, ...],
+    options: LayoutOptions,
+    block_size: int | None,
+    factored: tuple[bool, ...],
+    reason: str,
+) -> Layout:
+    """Cut a view into tiles, first at the row parts, then into blocks."""
+    per_dim = [_segments(0, size, block_size) for size in view]
+    per_dim[0] = [segment for start, stop in _parts(view[0], options.split) for segment in _segments(start, stop, block_size)]
+    tiles = []
+    for segments in itertools.product(*per_dim):
+        start, stop, block = (tuple(segment[i] for segment in segments) for i in range(3))
+        tiles.append(Tile(start, stop, block, factored))
+    layout = Layout(shape, view, tuple(_joined(tiles)), reason)
+    return replace(layout, reason=f"{reason}, split {options.split}") if options.split else layout
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """Join row-adjacent tiles of one block each and equal shape, as equal parts of a fused weight make."""
+    out: list[Tile] = []
+    for tile in tiles:
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and last.block == tile.block
+            and last.stop[0] == tile.start[0]
+            and last.start[1:] == tile.start[1:]
+            and last.stop[1:] == tile.stop[1:]
+        ):
+            out[-1] = replace(last, stop=tile.stop)
+        else:
+            out.append(tile)
+    return out
+
+
+def _segments(start: int, stop: int, block_size: int | None) -> list[tuple[int, int, int]]:
+    """Split [start, stop) into (start, stop, block) with at most one shorter block at the end."""
+    size = stop - start
+    if block_size is None or size <= block_size:
+        return [(start, stop, size)]
+    edge = start + size // block_size * block_size
+    return [(start, edge, block_size)] + ([(edge, stop, stop - edge)] if edge < stop else [])
+
+
+def _parts(rows: int, split: int | tuple[int, ...] | None) -> list[tuple[int, int]]:
+    if split is None:
+        return [(0, rows)]
+    sizes = (rows // split,) * split if isinstance(split, int) and split > 0 else split
+    if not isinstance(sizes, tuple) or sum(sizes) != rows or any(size < 1 for size in sizes):
+        raise OptionError(f"split={split!r} does not divide {rows} rows; give a number of equal parts or their sizes.")
+    edges = list(itertools.accumulate(sizes, initial=0))
+    return list(itertools.pairwise(edges))

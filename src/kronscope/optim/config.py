@@ -1,0 +1,323 @@
+"""Options of the optimizers: small frozen objects that check themselves, and their form in a state dict."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from kronscope.errors import OptionError
+from kronscope.kron.roots import CoupledNewton, Eigh, RootSolver, WarmQR
+
+__all__ = [
+    "Adaptive",
+    "Every",
+    "Graft",
+    "Hyper",
+    "Norm",
+    "Refresh",
+    "Scale",
+    "Trace",
+    "Warmup",
+    "decode",
+    "encode",
+    "parse_refresh",
+    "parse_scale",
+]
+
+
+@dataclass(frozen=True)
+class Every:
+    """Refresh each root once every ``steps`` steps, staggered over factors; all of them at the first step.
+
+    >>> [step for step in range(1, 10) if Every(4).is_due(step, phase=2)]
+    [1, 3, 7]
+    """
+
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the period."""
+        _whole("Every(steps)", self.steps, 1)
+
+    @property
+    def period(self) -> int:
+        """Number of steps over which the work is spread."""
+        return self.steps
+
+    def takes_all(self, step: int) -> bool:
+        """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
+        return step == 1
+
+    def is_due(self, step: int, phase: int) -> bool:
+        """Whether a factor with this ``phase`` is refreshed at its ``step`` (counted from 1)."""
+        return self.takes_all(step) or (step - 1) % self.period == phase
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Refresh every root at each of the ``first`` steps, then once every ``every`` steps, staggered.
+
+    Early on the factors change quickly, and a root that has not seen a direction amplifies it.
+
+    >>> [step for step in range(1, 12) if Warmup(first=3, every=4).is_due(step, phase=2)]
+    [1, 2, 3, 7, 11]
+    """
+
+    first: int = 30
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        """Check both numbers."""
+        _whole("Warmup(first)", self.first, 1)
+        _whole("Warmup(every)", self.every, 1)
+
+    @property
+    def period(self) -> int:
+        """Number of steps over which the work is spread."""
+        return self.every
+
+    def takes_all(self, step: int) -> bool:
+        """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
+        return step <= self.first
+
+    def is_due(self, step: int, phase: int) -> bool:
+        """Whether a factor with this ``phase`` is refreshed at its ``step`` (counted from 1)."""
+        return self.takes_all(step) or (step - 1) % self.period == phase
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Refresh a root when its residual for the present factor exceeds ``tolerance``.
+
+    The residual is the one that :meth:`diagnostics` reports. Looking costs a few matrix-vector products per factor
+    and one host synchronisation; each factor is looked at once every ``check`` steps, staggered.
+
+    Attributes:
+        tolerance: Relative residual that is still accepted.
+        check: Steps between two looks at a factor.
+    """
+
+    tolerance: float = 0.1
+    check: int = 1
+
+    def __post_init__(self) -> None:
+        """Check both numbers."""
+        _whole("Adaptive(check)", self.check, 1)
+        if not 0 < self.tolerance < math.inf:
+            raise OptionError(f"Adaptive(tolerance) must be positive, got {self.tolerance}.")
+
+    @property
+    def period(self) -> int:
+        """Number of steps over which the looks are spread."""
+        return self.check
+
+    def takes_all(self, step: int) -> bool:
+        """Whether every factor is refreshed at its ``step`` (counted from 1) without looking."""
+        return step == 1
+
+    def is_due(self, step: int, phase: int) -> bool:
+        """Whether a factor with this ``phase`` is looked at at its ``step`` (counted from 1)."""
+        return self.takes_all(step) or (step - 1) % self.period == phase
+
+
+@dataclass(frozen=True)
+class Trace:
+    r"""Corollary 2's scale: multiply :math:`L^e G R^e` by :math:`(\operatorname{tr} L)^{-(1/2+2e)}`.
+
+    With :math:`e = -1/2` this is :math:`\sqrt{\operatorname{tr} L}\, L^{-1/2} G R^{-1/2}`, on Adam's scale.
+
+    Attributes:
+        bound: Largest root mean square of an update; a longer one is shortened to it. None leaves the formula alone.
+    """
+
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the bound."""
+        if self.bound is not None and not self.bound > 0:
+            raise OptionError(f"Trace(bound) must be positive or None, got {self.bound}.")
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Give each block's update the length another optimizer's would have.
+
+    Attributes:
+        kind: ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``.
+        beta2: Decay of the second moment; None takes the group's (1 means sums).
+        eps: Added to the square root of the second moment; None takes the group's.
+    """
+
+    kind: Literal["sgd", "adagrad", "rmsprop", "adam"] = "adam"
+    beta2: float | None = None
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the kind and the numbers."""
+        if self.kind not in ("sgd", "adagrad", "rmsprop", "adam"):
+            raise OptionError(f"Graft(kind) must be sgd, adagrad, rmsprop or adam, got {self.kind!r}.")
+        if self.beta2 is not None and not 0 <= self.beta2 <= 1:
+            raise OptionError(f"Graft(beta2) must be between 0 and 1, got {self.beta2}.")
+        if self.eps is not None and not self.eps >= 0:
+            raise OptionError(f"Graft(eps) must not be negative, got {self.eps}.")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Give every block's update the same root mean square.
+
+    Attributes:
+        rms: That root mean square; 0.2 is what Adam's updates typically have.
+    """
+
+    rms: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        if not 0 < self.rms < math.inf:
+            raise OptionError(f"Norm(rms) must be positive, got {self.rms}.")
+
+
+Refresh = Every | Warmup | Adaptive
+Scale = Trace | Graft | Norm | None
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Every, Warmup, Adaptive, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
+}
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Everything the update of a block depends on, apart from its gradient, its state and its step.
+
+    Attributes:
+        family: Which algorithm.
+        beta1: Decay of the gradient's mean, before preconditioning.
+        beta2: Decay of the factors; 1 means sums.
+        eps: Absolute; see the design of ``betas``.
+        exponents: Exponent of each factor; a single number serves all of them.
+        scale: What sets an update's length.
+        refresh: When roots are taken.
+        damping: Ridge relative to the largest eigenvalue; not used with sums.
+        start: First preconditioned step.
+        power_rounds: Power-iteration rounds per update; 1 is Shampoo.
+        momentum: Heavy-ball momentum after scaling.
+        nesterov: Nesterov's form of it.
+        solver: How roots are taken.
+        published: SOAP exactly as published.
+    """
+
+    family: Literal["shampoo", "soap", "kl"]
+    beta1: float
+    beta2: float
+    eps: float
+    exponents: tuple[float, ...]
+    scale: Scale
+    refresh: Refresh
+    damping: float
+    start: float
+    power_rounds: int
+    momentum: float
+    nesterov: bool
+    solver: RootSolver
+    published: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether factors are sums."""
+        return self.beta2 == 1
+
+    def exponent(self, mode: int) -> float:
+        """Return the exponent of one mode's factor."""
+        return self.exponents[mode] if len(self.exponents) > 1 else self.exponents[0]
+
+    def schedule_step(self, step: int) -> int:
+        """Return the step the refresh schedule sees: roots are first taken at ``start``."""
+        return step if self.family == "soap" or math.isinf(self.start) else step - int(self.start) + 1
+
+    def gain(self) -> float:
+        """Return what a new Gram matrix is multiplied with."""
+        return 1.0 if self.is_sum else 1.0 - self.beta2
+
+    def correction2(self, step: int) -> float:
+        """Return the weight the factors have collected after ``step`` updates; sums are read as they are."""
+        return 1.0 if self.is_sum else 1.0 - float(self.beta2**step)
+
+    def graft_beta2(self) -> float:
+        """Return the decay of the graft's second moment; 1 means sums."""
+        assert isinstance(self.scale, Graft)
+        if self.scale.kind == "adagrad":
+            return 1.0
+        return self.beta2 if self.scale.beta2 is None else self.scale.beta2
+
+
+def parse_refresh(value: object) -> Refresh:
+    """Turn an int, or an object, into a schedule.
+
+    Raises:
+        OptionError: it is neither.
+
+    >>> parse_refresh(5)
+    Every(steps=5)
+    """
+    if isinstance(value, Every | Warmup | Adaptive):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Every(value)
+    raise OptionError(f"refresh must be an int, Every, Warmup or Adaptive, got {value!r}.")
+
+
+def parse_scale(value: object) -> Scale:
+    """Turn a name, None or an object into a scale.
+
+    Raises:
+        OptionError: it is none of these.
+
+    >>> parse_scale("adam")
+    Graft(kind='adam', beta2=None, eps=None)
+    """
+    if value is None or isinstance(value, Trace | Graft | Norm):
+        return value
+    if value == "trace":
+        return Trace()
+    if value == "norm":
+        return Norm()
+    if value in ("sgd", "adagrad", "rmsprop", "adam"):
+        return Graft(value)  # type: ignore[arg-type]
+    raise OptionError(
+        f"scale must be 'trace', 'adam', 'adagrad', 'rmsprop', 'sgd', 'norm', None or an object (Trace, Graft, Norm), "
+        f"got {value!r}."
+    )
+
+
+def encode(value: object) -> object:
+    """Write an option object as a string, so that a state dict holds plain values only; others pass unchanged.
+
+    >>> encode(Every(5))
+    '{"kind": "Every", "steps": 5}'
+    """
+    if type(value).__name__ in _KINDS and isinstance(value, tuple(_KINDS.values())):
+        return json.dumps({"kind": type(value).__name__, **asdict(value)})  # type: ignore[call-overload]
+    return value
+
+
+def decode(value: object) -> object:
+    """Undo :func:`encode`.
+
+    >>> decode('{"kind": "Every", "steps": 5}')
+    Every(steps=5)
+    """
+    if isinstance(value, str) and value.startswith('{"kind"'):
+        fields = json.loads(value)
+        kind = fields.pop("kind")
+        if kind not in _KINDS:
+            raise OptionError(f"the saved optimizer has an option of the unknown kind {kind!r}; a newer version made it.")
+        return _KINDS[kind](**fields)
+    return value
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")

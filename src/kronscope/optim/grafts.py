@@ -1,0 +1,81 @@
+r"""Update lengths: grafts, the trace scale and fixed norms, for stacks of blocks (B, ...).
+
+With the bias-corrected gradient mean :math:`M` and the second moment :math:`v`, the grafted directions are
+
+.. math:: M \;(\text{SGD}), \qquad \frac{M}{\sqrt{v} + \epsilon} \;(\text{Adagrad, RMSprop}),
+          \qquad \frac{M}{\sqrt{v / (1-\beta_2^t)} + \epsilon} \;(\text{Adam}) .
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kronscope.optim.config import Graft, Hyper, Norm, Trace
+
+__all__ = ["block_norms", "graft_direction", "rescaled", "update_second_moment"]
+
+
+def update_second_moment(second: Tensor, grads: Tensor, hyper: Hyper) -> None:
+    """Take squared gradients into the graft's second moment, in place."""
+    beta2 = hyper.graft_beta2()
+    if beta2 == 1:
+        second.addcmul_(grads, grads)
+    else:
+        second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+
+
+def graft_direction(mean: Tensor, second: Tensor | None, hyper: Hyper, step: int) -> Tensor:
+    """Return the update the grafted optimizer would make.
+
+    Args:
+        mean: Bias-corrected gradient mean.
+        second: The graft's second moment; None for SGD.
+        hyper: Options; ``hyper.scale`` is the graft.
+        step: Number of gradients seen.
+    """
+    graft = hyper.scale
+    assert isinstance(graft, Graft)
+    if second is None:
+        return mean
+    beta2 = hyper.graft_beta2()
+    eps = hyper.eps if graft.eps is None else graft.eps
+    denominator = second.sqrt()
+    if graft.kind == "adam" and beta2 < 1:
+        denominator.div_((1 - beta2**step) ** 0.5)
+    denominator.add_(eps)
+    # 0/0, where no gradient has arrived yet and eps is zero, is no update
+    return (mean / denominator).nan_to_num_(nan=0.0) if eps == 0 else mean / denominator
+
+
+def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
+    """Give each block its length: the graft's, a fixed one, or its own up to a bound; in place where possible."""
+    scale = hyper.scale
+    if isinstance(scale, Graft):
+        assert graft is not None
+        lengths, wanted = block_norms(direction), block_norms(graft)
+        usable = lengths > 0
+        ratio = torch.where(usable, wanted / torch.where(usable, lengths, torch.ones_like(lengths)), lengths)
+        out = direction.mul_(ratio)
+        # a direction of length zero has nothing to stretch: the grafted update itself is the honest fallback
+        return torch.where(usable, out, graft) if not _all_true(usable) else out
+    if isinstance(scale, Norm):
+        lengths = block_norms(direction)
+        wanted_rms = scale.rms * direction[0].numel() ** 0.5
+        return direction.mul_(torch.where(lengths > 0, wanted_rms / lengths, torch.zeros_like(lengths)))
+    if isinstance(scale, Trace) and scale.bound is not None:
+        largest = scale.bound * direction[0].numel() ** 0.5
+        lengths = block_norms(direction)
+        return direction.mul_((largest / lengths.clamp_min(largest)))
+    return direction
+
+
+def block_norms(blocks: Tensor) -> Tensor:
+    """Frobenius norm of each block, as (B, 1, ...) to multiply with."""
+    norms = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
+    return norms.view(-1, *[1] * (blocks.ndim - 1))
+
+
+def _all_true(mask: Tensor) -> bool:
+    """Whether all entries hold; on an accelerator the answer is 'perhaps not', which costs a pass but no sync."""
+    return mask.device.type == "cpu" and bool(mask.all())

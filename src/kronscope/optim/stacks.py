@@ -1,0 +1,157 @@
+"""Persistent stacks: the state of all equal blocks of all parameters in one tensor each.
+
+A parameter's own state holds views into the stacks, so saving, loading and looking at it works as for any optimizer,
+while a step makes one call per stack instead of one per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kronscope.optim.blocks import Layout, Tile
+from kronscope.optim.config import Hyper
+from kronscope.optim.pieces import Tensors, new_state
+
+__all__ = ["Member", "Stack", "block_key", "build_stacks", "factor_dtype", "initial_state"]
+
+# Held per block on the CPU: they steer the schedule and are never used in arithmetic on the device.
+_HOST = ("phase", "refreshed")
+
+
+def factor_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's state: its own, but at least float32."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def block_key(tile: int, name: str) -> str:
+    """Return the key of a tile's tensor in the state of its parameter."""
+    return f"tile{tile}.{name}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """The blocks of one tile of one parameter inside a stack."""
+
+    param: Tensor
+    layout: Layout
+    tile_index: int
+    group: int
+    start: int
+
+    @property
+    def tile(self) -> Tile:
+        """The tile."""
+        return self.layout.tiles[self.tile_index]
+
+    @property
+    def stop(self) -> int:
+        """One past its last block."""
+        return self.start + self.tile.count
+
+    def blocks(self, tensor: Tensor) -> Tensor:
+        """Return this tile's blocks of a tensor of the parameter's shape."""
+        return self.tile.extract(tensor.reshape(self.layout.view))
+
+
+@dataclass
+class Stack:
+    """Equal blocks with equal options.
+
+    Attributes:
+        block: The blocks' shape.
+        factored: Which modes have factors.
+        group: The first parameter group with these options.
+        members: Where the blocks come from, in order.
+        tensors: State, one row per block.
+        phase: Residue (B, modes) of the step at which a root is refreshed; on the CPU.
+        refreshed: Step (B, modes) of the last refresh, 0 for never; on the CPU.
+    """
+
+    block: tuple[int, ...]
+    factored: tuple[bool, ...]
+    group: int
+    members: list[Member] = field(default_factory=list)
+    tensors: Tensors = field(default_factory=dict)
+    phase: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    refreshed: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    _due: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return self.members[-1].stop if self.members else 0
+
+    def gather(self, grad_of: Callable[[Tensor], Tensor], members: Sequence[Member], dtype: torch.dtype) -> Tensor:
+        """Return the gradients of some members as one tensor (B, ...); may be the gradient itself."""
+        pieces = [member.blocks(grad_of(member.param)) for member in members]
+        if len(pieces) == 1:
+            return pieces[0].to(dtype).contiguous()
+        return torch.cat([piece.to(dtype) for piece in pieces])
+
+    def due(self, mode: int, residue: int) -> Tensor | None:
+        """Return the blocks whose phase in one mode is ``residue``; None for no block."""
+        key = (mode, residue)
+        if key not in self._due:
+            index = (self.phase[:, mode] == residue).nonzero().flatten()
+            self._due[key] = index if index.numel() else None
+        return self._due[key]
+
+    def everything(self) -> Tensor:
+        """Return all blocks' indices."""
+        return torch.arange(self.count)
+
+
+def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
+    """Make the state of one preconditioned parameter."""
+    state: Tensors = {"step": torch.zeros((), dtype=torch.float32)}
+    dtype = factor_dtype(param)
+    for index, tile in enumerate(layout.tiles):
+        made = new_state(tile.block, tile.factored, hyper, tile.count, dtype, param.device)
+        for name, tensor in made.items():
+            state[block_key(index, name)] = tensor
+        for name in _HOST:
+            state[block_key(index, name)] = torch.zeros(tile.count, len(tile.block), dtype=torch.int64)
+    return state
+
+
+def build_stacks(
+    entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]
+) -> list[Stack]:
+    """Put the state of all parameters into stacks and leave views of them in ``state``.
+
+    Args:
+        entries: Parameter, layout, the first group with its options, and the options.
+        state: Each parameter's state; its tensors are replaced by views.
+    """
+    stacks: dict[object, Stack] = {}
+    for param, layout, group, hyper in entries:
+        for index, tile in enumerate(layout.tiles):
+            names = tuple(new_state_names(tile, hyper))
+            key = (tile.block, tile.factored, group, factor_dtype(param), param.device, names)
+            stack = stacks.setdefault(key, Stack(tile.block, tile.factored, group))
+            stack.members.append(Member(param, layout, index, group, stack.count))
+    for key, stack in stacks.items():
+        assert isinstance(key, tuple)
+        for name in key[-1]:
+            stack.tensors[name] = _joined(stack, name, state)
+        stack.phase, stack.refreshed = (_joined(stack, name, state) for name in _HOST)
+    return list(stacks.values())
+
+
+def new_state_names(tile: Tile, hyper: Hyper) -> list[str]:
+    """Return the names of the tensors a tile has."""
+    empty = new_state(tile.block, tile.factored, hyper, 0, torch.float32, torch.device("meta"))
+    return list(empty)
+
+
+def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors]) -> Tensor:
+    """Copy one tensor of all members into a stack, and leave views of the stack in their places."""
+    pieces = [state[member.param][block_key(member.tile_index, name)] for member in stack.members]
+    whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+    for member in stack.members:
+        state[member.param][block_key(member.tile_index, name)] = whole[member.start : member.stop]
+    return whole

@@ -1,0 +1,111 @@
+"""MNIST from its idx files, reduced to the two digits of the paper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kronscope.errors import DataError
+from kronscope.paper.data.dataset import Dataset, Normalization, TensorImages
+from kronscope.paper.data.files import check_digest, download, find_file, folders, missing, read_file
+
+__all__ = ["load_mnist2", "parse_idx"]
+
+_FOLDERS = ("mnist", "MNIST", "MNIST/raw", "mnist/raw")
+_IMAGES, _LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+# Of the decompressed files, so that it does not matter who compressed them.
+_CONTENT = {
+    _IMAGES: "sha256:ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    _LABELS: "sha256:65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+}
+_DOWNLOAD = {
+    _IMAGES: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    _LABELS: "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+}
+_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+
+
+def load_mnist2(
+    data_dir: str | os.PathLike[str] | None,
+    *,
+    fetch: bool = False,
+    verify: bool = True,
+    on_bytes: Callable[[int, int], None] | None = None,
+    mirrors: tuple[str, ...] = _MIRRORS,
+) -> Dataset:
+    """Digits 0 and 1 of MNIST's training set: vectors of 784, one float target each.
+
+    Args:
+        data_dir: Folder with ``train-images-idx3-ubyte`` and ``train-labels-idx1-ubyte``, also ``.gz``.
+        fetch: Download what is missing into ``data_dir/mnist``.
+        verify: Compare with the published files.
+        on_bytes: Download progress, see :func:`~kronscope.paper.data.files.download`.
+        mirrors: Addresses to download from.
+
+    Raises:
+        MissingDataError: The files are not there.
+        DataError: A file is damaged.
+    """
+    places = folders(data_dir, _FOLDERS)
+    content = {}
+    for name in (_IMAGES, _LABELS):
+        path = find_file(places, name)
+        if path is None and fetch and data_dir is not None:
+            path = download(
+                [f"{mirror}{name}.gz" for mirror in mirrors],
+                Path(data_dir) / "mnist" / f"{name}.gz",
+                _DOWNLOAD[name],
+                data_set="MNIST",
+                on_bytes=on_bytes,
+            )
+        if path is None:
+            raise missing("MNIST", f"{name} (plain, .gz or .xz)", places, downloadable=True)
+        content[name] = read_file(path)
+        if verify:
+            check_digest(path.name, content[name], _CONTENT[name], data_set="MNIST")
+    images = parse_idx(content[_IMAGES], name=_IMAGES)
+    labels = parse_idx(content[_LABELS], name=_LABELS)
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise DataError(
+            f"MNIST needs images (N, height, width) and labels (N,), got {images.shape} and {labels.shape}."
+        )
+    keep = labels <= 1
+    return Dataset(
+        name="mnist2",
+        title="MNIST, digits 0 and 1" + ("" if verify else " (unverified)"),
+        images=TensorImages(torch.from_numpy(images[keep]).unsqueeze(1)),
+        targets=torch.from_numpy(labels[keep].astype(np.float32)).unsqueeze(1),
+        classes=1,
+        # Over all ten digits, the numbers everyone uses.
+        normalization=Normalization(mean=(0.1307,), std=(0.3081,)),
+        flatten=True,
+    )
+
+
+def parse_idx(content: bytes, *, name: str = "idx file") -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Unsigned bytes in the idx format: two zero bytes, type 8, number of dimensions, big-endian sizes, data.
+
+    Raises:
+        DataError: It is not such a file, or its length is not what its sizes say.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
+    array([7, 8, 9], dtype=uint8)
+    """
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise DataError(f"{name} is no idx file of bytes: it starts with {content[:4].hex() or 'nothing'}, not 000008.")
+    dims = content[3]
+    start = 4 + 4 * dims
+    if len(content) < start:
+        raise DataError(f"{name} ends inside its header, after {len(content)} bytes; get it again.")
+    sizes = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
+    expected = start + int(np.prod(sizes, dtype=np.int64))
+    if len(content) != expected:
+        raise DataError(f"{name} should have {expected} bytes for sizes {sizes} and has {len(content)}; get it again.")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()

@@ -1,0 +1,220 @@
+"""From a workload to the settings of one run, and a list of everything that was cut on the way.
+
+The small scale keeps optimizer, learning rate and architecture (no workload needs a narrower model) and cuts
+steps, batch, samples and image size. A training step of the small scale takes about a second on two processor
+cores for each of ``cifar-resnet18``, ``cifar-vit`` and ``imagenet-convnext``, and 20 ms for the digits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kronscope.errors import OptionError
+from kronscope.paper import data, workloads
+from kronscope.paper.data import Dataset, derive_seed
+
+__all__ = ["Settings", "scaled"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the numbers of a run.
+
+    Made by :func:`scaled`; :meth:`on` adds what the data decides.
+
+    Args:
+        workload: Name of the workload.
+        scale: ``paper`` or ``small``.
+        steps: Training steps.
+        batch: Training batch, None for all samples.
+        samples: Samples the Gauss–Newton matrix is measured on.
+        measure_at: Steps after which to measure, ascending; 0 is before training.
+        image_size: Pixels a side.
+        seed: Decides initial weights, the order of the data, and the samples measured.
+        device: Where training runs.
+        datasets: Data sets to look for, in this order.
+        cuts: What differs from the paper, one line each.
+    """
+
+    workload: str
+    scale: str
+    steps: int
+    batch: int | None
+    samples: int
+    measure_at: tuple[int, ...]
+    image_size: int
+    seed: int
+    device: str
+    datasets: tuple[str, ...]
+    cuts: tuple[str, ...] = ()
+
+    @property
+    def definition(self) -> workloads.Workload:
+        """The workload these are the settings of."""
+        return workloads.get(self.workload)
+
+    def load_data(
+        self,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        download: bool = False,
+        verify: bool = True,
+        on_bytes: Callable[[int, int], None] | None = None,
+    ) -> Dataset:
+        """The first of the workload's data sets that is there; see :func:`kronscope.paper.data.load`.
+
+        Raises:
+            MissingDataError: None is there.
+            DataError: A file is damaged.
+        """
+        return data.load_first(
+            self.datasets,
+            data_dir,
+            image_size=self.image_size,
+            # Nothing beyond the images training draws would ever be used.
+            limit=None if self.batch is None else max(self.steps * self.batch, self.samples),
+            download=download,
+            verify=verify,
+            on_bytes=on_bytes,
+        )
+
+    def on(self, dataset: Dataset) -> Settings:
+        """The settings as they are on this data: sizes it limits, and what that cuts.
+
+        Raises:
+            OptionError: The batch is larger than the data set.
+        """
+        workload, cuts = self.definition, list(self.cuts)
+        if dataset.name != workload.datasets[0]:
+            cuts.insert(0, f"data {workload.data_title} -> {dataset.title}")
+        if dataset.classes != workload.classes:
+            cuts.append(f"classes {workload.classes} -> {dataset.classes}")
+        if dataset.image_size != self.image_size:
+            cuts = [cut for cut in cuts if not cut.startswith("image size ")]
+            cuts += _changed("image size", workload.paper.image_size, dataset.image_size)
+        if self.samples > len(dataset):
+            cuts = [cut for cut in cuts if not cut.startswith("samples ")]
+            cuts += _changed("samples", workload.paper.samples, len(dataset))
+        # Raises for a batch that does not fit.
+        data.batch_indices(len(dataset), self.batch, self.seed, 0)
+        return replace(self, samples=min(self.samples, len(dataset)), image_size=dataset.image_size, cuts=tuple(cuts))
+
+    def build_model(self, dataset: Dataset) -> nn.Module:
+        """The untrained model for this data; the same seed gives the same weights.
+
+        The global random state is left as it was.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(self.seed, "model"))
+            model = self.definition.build(
+                classes=dataset.classes, channels=dataset.channels, image_size=dataset.image_size
+            )
+        return model.to(self.device)
+
+    def config(self, dataset: Dataset) -> dict[str, Any]:
+        """All of it as plain data, for a run's ``config.json``."""
+        workload = self.definition
+        settings = asdict(self)
+        del settings["datasets"]
+        return {
+            **settings,
+            "title": workload.title,
+            "optimizer": workload.optimizer,
+            "lr": workload.lr,
+            "weight_decay": workload.weight_decay,
+            "momentum": workload.momentum,
+            "layers": list(workload.layers),
+            "notes": list(workload.notes),
+            "data": dataset.describe(),
+            "seeds": {purpose: derive_seed(self.seed, purpose) for purpose in ("model", "samples")},
+        }
+
+
+def scaled(
+    workload: workloads.Workload | str,
+    scale: str = "small",
+    *,
+    steps: int | None = None,
+    batch: int | None = None,
+    samples: int | None = None,
+    measure_at: Sequence[int] | None = None,
+    image_size: int | None = None,
+    dataset: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Settings:
+    """The settings of a run: the paper's or the small ones, with single values replaced.
+
+    Args:
+        workload: A workload or its name.
+        scale: ``paper`` or ``small``.
+        steps: Training steps; the default measuring points are stretched to them.
+        batch: Training batch.
+        samples: Samples to measure on.
+        measure_at: Steps after which to measure.
+        image_size: Pixels a side.
+        dataset: Use this data set only, instead of the first that is there.
+        seed: Seed of everything random.
+        device: Where to train.
+
+    Raises:
+        OptionError: A value that makes no sense.
+
+    >>> scaled("cifar-resnet18").cuts
+    ('steps 10000 -> 300', 'batch 128 -> 32', 'samples 2048 -> 128')
+    """
+    workload = workloads.get(workload) if isinstance(workload, str) else workload
+    if scale not in ("paper", "small"):
+        raise OptionError(f"scale must be 'paper' or 'small', got {scale!r}.")
+    for name, value in (("steps", steps), ("batch", batch), ("samples", samples), ("image size", image_size)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name} must be at least 1, got {value}.")
+    if dataset is not None and dataset not in workload.datasets:
+        raise OptionError(f"{workload.name} cannot run on {dataset!r}; it knows {', '.join(workload.datasets)}.")
+    paper, preset = workload.paper, workload.paper if scale == "paper" else workload.small
+    total = preset.steps if steps is None else steps
+    settings = Settings(
+        workload=workload.name,
+        scale=scale,
+        steps=total,
+        batch=preset.batch if batch is None else batch,
+        samples=preset.samples if samples is None else samples,
+        measure_at=_points(measure_at, total, preset),
+        image_size=preset.image_size if image_size is None else image_size,
+        seed=seed,
+        device=_device(device),
+        datasets=workload.datasets if dataset is None else (dataset,),
+    )
+    cuts = [
+        *_changed("steps", paper.steps, settings.steps),
+        *_changed("batch", paper.batch or "all", settings.batch or "all"),
+        *_changed("samples", paper.samples, settings.samples),
+        *_changed("image size", paper.image_size, settings.image_size),
+    ]
+    return replace(settings, cuts=tuple(cuts))
+
+
+def _points(asked: Sequence[int] | None, steps: int, preset: workloads.Preset) -> tuple[int, ...]:
+    if asked is None:
+        return tuple(sorted({round(point * steps / preset.steps) for point in preset.measure_at}))
+    points = tuple(sorted(set(asked)))
+    if not points or points[0] < 0 or points[-1] > steps:
+        raise OptionError(f"measure_at needs steps between 0 and {steps} (the last one), got {list(asked)}.")
+    return points
+
+
+def _changed(what: str, paper: object, ours: object) -> list[str]:
+    return [] if paper == ours else [f"{what} {paper} -> {ours}"]
+
+
+def _device(name: str) -> str:
+    try:
+        return str(torch.device(name))
+    except RuntimeError as error:
+        raise OptionError(f"There is no device {name!r}; try cpu, cuda or mps.") from error

@@ -1,0 +1,176 @@
+"""One HTML file with the data, the style and the script inside it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from kronscope.errors import OptionError
+from kronscope.figures.figure2 import BARS, CURVES
+from kronscope.figures.style import TRUTHS, Style, condition_label, styles
+from kronscope.measures import schema
+from kronscope.measures.files import write_atomically
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Row
+from kronscope.measures.table import cut_lines
+
+__all__ = ["render", "write_report"]
+
+_SCRIPTS = ("data.js", "charts.js", "table.js", "views.js", "app.js")
+_FIELDS = tuple(field.name for field in dataclasses.fields(Row))
+
+
+def write_report(
+    results: Results | Mapping[str, Results], path: str | os.PathLike[str], title: str | None = None
+) -> Path:
+    """Write an interactive report: charts, a table of all numbers, the settings, and how to read them.
+
+    The file holds everything it needs and loads nothing from the network, which its content security policy enforces.
+    It appears whole or not at all.
+
+    Args:
+        results: What was measured, or several results by name, such as one for each workload.
+        path: The HTML file to write.
+        title: The page's heading; taken from the settings if left out.
+
+    Returns:
+        The path.
+
+    Raises:
+        OptionError: ``results`` is an empty dictionary.
+        ResultsError: The file cannot be written there.
+    """
+    page = render(results, title)
+    return write_atomically(path, lambda file: file.write(page.encode("utf-8", "replace")))
+
+
+def render(results: Results | Mapping[str, Results], title: str | None = None) -> str:
+    """The text of the report; see :func:`write_report`."""
+    runs = {"": results} if isinstance(results, Results) else dict(results)
+    if not runs:
+        raise OptionError("A report needs results, but got an empty dictionary; give one or more results by name.")
+    heading = title or _title(runs)
+    looks = styles(_approximations(runs.values()))
+    payload, colors = _payload(runs, heading, looks)
+    style = _static("report.css") + colors
+    script = "(() => {\n'use strict';\n" + "\n".join(_static(name) for name in _SCRIPTS) + "\n})();\n"
+    values = {
+        "policy": "; ".join(
+            [
+                "default-src 'none'",
+                f"script-src '{_digest(script)}'",
+                f"style-src '{_digest(style)}'",
+                "img-src data:",
+                "base-uri 'none'",
+                "form-action 'none'",
+            ]
+        ),
+        "generator": html.escape(_generator()),
+        "title": html.escape(heading),
+        "style": style,
+        "text": html.escape("\n\n".join(f"{name}\n{part}".lstrip("\n") for name, part in runs.items())),
+        "data": _embed(payload),
+        "script": script,
+    }
+    # One pass, so that text which looks like a placeholder (a layer called "{{script}}") stays text.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _static("template.html"))
+
+
+def _payload(runs: Mapping[str, Results], title: str, looks: Mapping[str, Style]) -> tuple[dict[str, Any], str]:
+    """What the page's script needs, and the style sheet of the colours it refers to."""
+    palette = {"approximation": looks, "curve": CURVES, "bar": BARS}
+    tables: dict[str, dict[str, Any]] = {}
+    light, dark = [], []
+    for kind, table in palette.items():
+        tables[kind] = {}
+        for number, (name, look) in enumerate(table.items()):
+            variable = f"--{kind}-{number}"
+            light.append(f"{variable}:{look.color}")
+            dark.append(f"{variable}:{look.dark}")
+            tables[kind][name] = {
+                "name": look.name,
+                "color": f"var({variable})",
+                "marker": look.marker,
+                "dashes": look.dashes,
+                "width": look.width,
+                "line": kind != "bar",
+            }
+    conditions = {
+        item.condition: condition_label(*item.condition)
+        for results in runs.values()
+        for item in (*results.rows, *results.details)
+    }
+    payload = {
+        "title": title,
+        "fields": _FIELDS,
+        "runs": [_run(name, results) for name, results in runs.items()],
+        "styles": tables["approximation"],
+        "curves": tables["curve"],
+        "bars": tables["bar"],
+        "truths": TRUTHS,
+        "conditions": {"|".join(map(str, condition)): label for condition, label in conditions.items()},
+    }
+    return payload, f":root{{{';'.join(light)}}}\n:root[data-theme=\"dark\"]{{{';'.join(dark)}}}\n"
+
+
+def _run(name: str, results: Results) -> dict[str, Any]:
+    notes = results.settings.get("notes") or []
+    return {
+        "name": name,
+        "question": results.question,
+        "partial": results.partial,
+        "cut": cut_lines(results.settings),
+        "notes": [notes] if isinstance(notes, str) else [str(note) for note in notes],
+        "settings": {key: value for key, value in results.settings.items() if key not in ("cut", "notes", "title")},
+        "rows": [list(schema.to_plain(row).values()) for row in results.rows],
+        "details": [schema.to_plain(detail) for detail in results.details],
+    }
+
+
+def _approximations(parts: Iterable[Results]) -> Iterable[str]:
+    for results in parts:
+        yield from results.approximations
+        for detail in results.details:
+            if detail.kind == "batch_sizes":
+                yield from (name for name in detail.values if name != "batch_size" and detail.series(name))
+
+
+def _title(runs: Mapping[str, Results]) -> str:
+    for results in runs.values():
+        for key in ("title", "workload", "model"):
+            value = results.settings.get(key)
+            if isinstance(value, str) and value:
+                return value if key == "title" else f"Kronecker approximations: {value}"
+    return "Kronecker approximations"
+
+
+def _embed(payload: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in, whatever a layer is called."""
+    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _static(name: str) -> str:
+    return resources.files("kronscope.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _generator() -> str:
+    try:
+        return f"kronscope {metadata.version('kronscope')}"
+    except metadata.PackageNotFoundError:
+        return "kronscope"

@@ -1,0 +1,1 @@
+check_operator=check_approximation=None

@@ -1,0 +1,93 @@
+"""What all tests share: seeds, hypothesis settings, and fixtures for optional things."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples in every run: a red build is then always reproducible, and no database is left behind.
+hypothesis.settings.register_profile(
+    "kronscope", derandomize=True, deadline=None, max_examples=40, database=None, print_blob=False
+)
+# `HYPOTHESIS_PROFILE=search make pytest` looks for new counterexamples.
+hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_clean() -> Iterator[None]:
+    """Seed torch before every test, and fail a test that leaves torch's global settings changed."""
+    torch.manual_seed(0)
+    before = _global_settings()
+    yield
+    after = _global_settings()
+    # Put back what is often changed, so that only the test at fault fails.
+    torch.set_default_dtype(before["default dtype"])
+    torch.set_grad_enabled(before["grad enabled"])
+    assert after == before, "the test changed torch's global settings"
+
+
+def _global_settings() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad enabled": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _optional(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        pytest.skip(f"{module} cannot be imported ({error}); `make crosscheck` installs it")
+
+
+@pytest.fixture
+def backpack() -> ModuleType:
+    """The BackPACK package, or a skip that says why not."""
+    return _optional("backpack")
+
+
+@pytest.fixture
+def curvlinops() -> ModuleType:
+    """The curvlinops package, or a skip that says why not."""
+    return _optional("curvlinops")
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of real data, or a skip."""
+    folder = os.environ.get("KRONSCOPE_DATA_DIR")
+    if not folder:
+        pytest.skip("wants real data: set KRONSCOPE_DATA_DIR")
+    path = Path(folder)
+    # A wrong path is a mistake, not a reason to skip.
+    assert path.is_dir(), f"KRONSCOPE_DATA_DIR={folder} is not a folder"
+    return path
+
+
+@pytest.fixture
+def chromium() -> str:
+    """The path of a Chromium, or a skip."""
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("wants a browser: no chromium or google-chrome on PATH")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Allow a warning that BackPACK's own hooks raise on every first layer."""
+    allow = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+    for item in items:
+        if item.get_closest_marker("crosscheck"):
+            item.add_marker(allow)

@@ -1,0 +1,245 @@
+"""A run's folder: what survives a kill, who may write, and what an older run's folder refuses."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kronscope.errors import RunError
+from kronscope.paper import runs
+from kronscope.paper.lock import FolderLock
+from kronscope.paper.runs import Run
+
+_CONFIG = {"workload": "x", "steps": 3, "data": {"name": "y"}, "points": (1, 2)}
+
+
+def _steps(run: Run) -> list[int]:
+    return [line["step"] for line in run.metrics()]
+
+
+def test_a_new_run_has_config_and_environment_without_names_or_paths(tmp_path):
+    with Run.create(tmp_path / "a" / "run", _CONFIG) as run:
+        assert json.loads((run.folder / "config.json").read_text())["points"] == [1, 2]
+        environment = (run.folder / "environment.json").read_text()
+        assert run.environment["torch"] == str(torch.__version__)
+        assert run.environment["threads"] == torch.get_num_threads()
+    assert str(tmp_path) not in environment
+    assert os.path.expanduser("~") not in environment  # noqa: PTH111
+    assert not run.done
+
+
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.1)
+        run.checkpoint(1, {"w": torch.arange(3.0)})
+        run.log(2, loss=float("nan"))
+        assert _steps(run) == [1, 2]
+        assert run.metrics()[1]["loss"] is None
+    with Run.open(tmp_path, resume=True) as run:
+        assert _steps(run) == [1]
+        checkpoint = run.latest()
+        assert checkpoint is not None
+        assert checkpoint.step == 1
+        assert torch.equal(checkpoint.state["w"], torch.arange(3.0))
+        run.log(2, loss=0.2)
+        assert run.metrics() == [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.1)
+    with Run.open(tmp_path, resume=True) as run:
+        assert run.latest() is None
+        assert run.metrics() == []
+
+
+def test_a_line_cut_short_is_not_read(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo')
+    assert _steps(Run.open(tmp_path)) == [1]
+
+
+def test_the_last_two_checkpoints_are_kept(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        for step in (1, 2, 10, 300):
+            run.checkpoint(step, {"step": step})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000010.pt",
+        "step-00000300.pt",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "overwritten", "text"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
+    with Run.create(tmp_path, _CONFIG) as run:
+        for step in (1, 2):
+            run.log(step, loss=0.0)
+            run.checkpoint(step, {"w": torch.full((100,), float(step))})
+    path = tmp_path / "checkpoints" / "step-00000002.pt"
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "empty": b"",
+            "overwritten": content[:200] + b"\xff" * 200 + content[400:],
+            "text": b"hello",
+        }[damage]
+    )
+    with pytest.warns(UserWarning, match=r"step-00000002\.pt is damaged"):
+        run = Run.open(tmp_path, resume=True)
+    with run:
+        checkpoint = run.latest()
+        assert checkpoint is not None
+        assert checkpoint.step == 1
+        assert _steps(run) == [1]
+
+
+def test_leftovers_of_a_killed_write_are_removed(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.checkpoint(1, {})
+        run.store("a", {"x": 1})
+    leftovers = [
+        tmp_path / ".config.json.0123.tmp",
+        tmp_path / "checkpoints" / ".step-00000002.pt.4567.tmp",
+        tmp_path / "stored" / ".b.json.89ab.tmp",
+    ]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    with Run.open(tmp_path, resume=True) as run:
+        assert not any(path.exists() for path in leftovers)
+        assert run.stored("a") == {"x": 1}
+        assert run.stored("b") is None
+
+
+def test_a_kill_before_config_was_written_leaves_a_folder_that_can_be_used(tmp_path):
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / ".config.json.0123.tmp").write_text("{")
+    with Run.start(tmp_path, _CONFIG, resume=True) as run:
+        assert run.latest() is None
+    assert not (tmp_path / ".config.json.0123.tmp").exists()
+
+
+def test_an_existing_run_needs_resume(tmp_path):
+    with Run.start(tmp_path, _CONFIG) as run:
+        pass
+    with pytest.raises(RunError, match=r"already holds a run; go on with it.*--resume.*--out"):
+        Run.start(tmp_path, _CONFIG)
+    with pytest.raises(RunError, match="already holds a run"):
+        Run.create(tmp_path, _CONFIG)
+    with Run.start(tmp_path, _CONFIG, resume=True) as run:
+        run.finish()
+    assert Run.open(tmp_path).done
+    with pytest.raises(RunError, match="finished run"):
+        Run.start(tmp_path, _CONFIG)
+
+
+def test_another_configuration_is_refused_and_the_differences_named(tmp_path):
+    Run.start(tmp_path, _CONFIG).close()
+    other = {**_CONFIG, "steps": 4, "data": {"name": "z"}}
+    with pytest.raises(RunError, match=r"data\.name is 'y' there, 'z' was asked; steps is 3 there, 4 was asked"):
+        Run.start(tmp_path, other, resume=True)
+    # Refusing must not keep the lock.
+    Run.start(tmp_path, _CONFIG, resume=True).close()
+
+
+def test_remains_of_another_run_are_never_mixed_in(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.checkpoint(1, {})
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RunError, match=r"has checkpoints, metrics\.jsonl of another run"):
+        Run.start(tmp_path, _CONFIG, resume=True)
+
+
+def test_a_folder_without_a_run_and_a_damaged_one_are_explained(tmp_path):
+    with pytest.raises(RunError, match="holds no run"):
+        Run.open(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match="damaged"):
+        Run.open(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="Could not make the folder"):
+        Run.create(tmp_path / "file" / "run", _CONFIG)
+
+
+def test_metrics_shorter_than_the_checkpoint_are_an_error(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.1)
+        run.checkpoint(1, {})
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(RunError, match="shorter than the last checkpoint"):
+        Run.open(tmp_path, resume=True)
+
+
+def test_a_run_opened_for_reading_writes_nothing(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.5)
+    reader = Run.open(tmp_path)
+    writes: tuple[Callable[[], None], ...] = (
+        lambda: reader.log(2, loss=0.5),
+        lambda: reader.checkpoint(2, {}),
+        lambda: reader.store("a", {}),
+        reader.finish,
+    )
+    for write in writes:
+        with pytest.raises(RunError, match="for reading only"):
+            write()
+    assert reader.metrics() == [{"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("name", ["../a", "", "a/b", ".hidden"])
+def test_stored_names_stay_inside_the_folder(tmp_path, name):
+    with Run.create(tmp_path, _CONFIG) as run, pytest.raises(RunError, match="needs a name"):
+        run.store(name, {})
+
+
+def test_a_change_of_environment_is_said(tmp_path, monkeypatch):
+    Run.create(tmp_path, _CONFIG).close()
+    changed = {**runs.environment(), "threads": 99}
+    monkeypatch.setattr(runs, "environment", lambda: changed)
+    with pytest.warns(UserWarning, match=r"another environment \(threads: \d+ -> 99\)"):
+        Run.open(tmp_path, resume=True).close()
+
+
+def test_two_writers_in_one_process_are_refused(tmp_path):
+    with Run.create(tmp_path, _CONFIG):
+        with pytest.raises(RunError, match=rf"another process \(process {os.getpid()}\)"):
+            Run.open(tmp_path, resume=True)
+        # Reading is always allowed.
+        assert Run.open(tmp_path).config["steps"] == 3
+    Run.open(tmp_path, resume=True).close()
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from kronscope.paper.lock import FolderLock
+lock = FolderLock.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_writer_leaves_no_stale_lock(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(RunError, match=f"process {other.pid}"):
+                FolderLock.acquire(tmp_path)
+        finally:
+            other.send_signal(signal.SIGKILL)
+        other.wait()
+    lock = FolderLock.acquire(tmp_path)
+    lock.release()
+    lock.release()
+    assert multiprocessing.active_children() == []
