@@ -13,10 +13,12 @@ from __future__ import annotations
 from kronscope import approx, errors
 from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
+from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
-from kronscope.measures import Probes, Results, cosine, measure
+from kronscope.measures import Probes, Results, cosine, measure, measure_history
 
 __all__ = [
+    "GradientHistory",
     "GradientStream",
     "Operator",
     "Probes",
@@ -26,6 +28,7 @@ __all__ = [
     "cosine",
     "errors",
     "measure",
+    "measure_history",
 ]
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ def transformer_run(steps: Sequence[int] = (0, 50, 100, 200, 400)) -> Results:
             details += make_details(layer, steps, condition)
     missing = "K-FAC needs inputs and output gradients, but only whole gradients were recorded"
     rows = [
-        Row(row.layer, *row.shape, row.step, *row.condition, row.approximation, math.nan, samples=128, note=missing)
+        dataclasses.replace(row, cosine=math.nan, relative_error=math.nan, note=missing)
         if row.truth == "adagrad" and row.approximation == "kfac-reduce"
         else row
         for row in rows

@@ -8,7 +8,7 @@ spaces grow from the identity, are fully reorthogonalised, and restart from the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ _MAX_BASIS = 32
 _BASIS_BYTES = 1 << 30
 # What remains of a unit vector after orthogonalisation when it lay in the span already.
 _DROP = 1e-12
+# An image this small, relative to the largest, is rounding: the map has no further singular values there.
+_FLOOR = 1e-13
 
 
 @dataclass(frozen=True)
 class SingularTriples:
-    r"""Leading singular triples of :math:`\hat H`, largest first.
+    r"""Leading singular triples of :math:`\hat H`, largest first: fewer than asked for where its rank is lower.
 
     Attributes:
         sigma: Singular values (k,).
@@ -65,7 +67,7 @@ def singular_triples(
     symmetric_only: bool = False,
     start: Tensor | None = None,
 ) -> SingularTriples:
-    r"""Find the ``rank`` largest singular triples of :math:`\hat H`.
+    r"""Find the ``rank`` largest singular triples of :math:`\hat H`, or all that are not zero.
 
     Args:
         moment: The matrix H.
@@ -79,10 +81,17 @@ def singular_triples(
         ConvergenceError: the tolerance was not reached.
     """
     kernels = moment.kernels()
+    if moment.trace() == 0:
+        return _nothing(moment)
     if kernels is not None and rank == 1 and start is None:
-        return _in_kernel_space(moment, kernels, tolerance, max_rounds)
+        found = _in_kernel_space(moment, kernels, tolerance, max_rounds)
+        if found.residual <= _accepted(tolerance):
+            return found
+        # samples that are nearly dependent: their kernels hold too few digits, so the last of them come from matrices
+        polished = _in_matrix_space(moment, 1, tolerance, max_rounds, antisymmetric=False, start=found.right[0])
+        return replace(polished, rounds=found.rounds + polished.rounds)
     parts = [_in_matrix_space(moment, rank, tolerance, max_rounds, antisymmetric=False, start=start)]
-    # without sharing every G is a sum of b aᵀ with one a, and a antisymmetric form vanishes on it
+    # without sharing every G is a sum of b aᵀ with one a, and an antisymmetric form vanishes on it
     if not symmetric_only and kernels is None and min(moment.shape) > 1 and rank > 1:
         parts.append(_in_matrix_space(moment, rank, tolerance, max_rounds, antisymmetric=True, start=None))
     sigma = torch.cat([part.sigma for part in parts])
@@ -128,7 +137,17 @@ def _in_matrix_space(
     first = (first + sign * first.mT) / 2
     if not antisymmetric:
         first[0] = torch.eye(n, dtype=torch.float64) if start is None else start
-    sigma, lefts, rights, residual, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds)
+    # ‖Ĥ vec I‖ lies between the largest singular value and √n times it
+    scale = float(torch.linalg.matrix_norm(moment.left()))
+    found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale)
+    if not len(found):
+        return SingularTriples(first.new_zeros(0), first.new_zeros(0, m, m), first.new_zeros(0, n, n), 0.0, rounds)
+    sigma, lefts, rights, residual, rounds = _certified(problem, found, rounds, scale)
+    if residual > _accepted(tolerance):
+        raise ConvergenceError(
+            f"the leading Kronecker products did not converge: residual {residual:.1e} after {rounds} rounds, "
+            f"{tolerance:.0e} asked for within {max_rounds}; raise max_rounds or tolerance."
+        )
     left, right = lefts.view(-1, m, m), rights.view(-1, n, n)
     flip = torch.where(right.diagonal(dim1=1, dim2=2).sum(1) < 0, -1.0, 1.0).view(-1, 1, 1).to(right)
     return SingularTriples(sigma, left * flip, right * flip, residual, rounds)
@@ -152,8 +171,11 @@ def _in_kernel_space(
         len(weights),
     )
     # right(I) is the first image that lies in the span; its coefficients are w times the squared norms of the rows
-    traces = _row_traces(moment)
-    sigma, x, y, residual, rounds = _golub_kahan(problem, (weights * traces)[None], 1, tolerance, max_rounds)
+    first = (weights * _row_traces(moment))[None]
+    image = problem.forward(first / _norm(first, problem.inner_right))
+    scale = _norm(image, problem.inner_left)
+    found, rounds = _golub_kahan(problem, first, 1, tolerance, max_rounds, scale)
+    sigma, x, y, residual, rounds = _certified(problem, found, rounds, scale)
     # the matrices themselves: contractions with coefficients in the place of the weights
     left = _span(moment, x[0], 0)
     right = _span(moment, y[0], 1)
@@ -181,14 +203,20 @@ def _span(moment: SecondMoment, coefficients: Tensor, mode: int) -> Tensor:
     return (total + total.T) / 2
 
 
+def _nothing(moment: SecondMoment) -> SingularTriples:
+    """The triple of the zero matrix: no singular value, and the identity for factors."""
+    m, n = moment.shape
+    left, right = (torch.eye(size, dtype=torch.float64) / size**0.5 for size in (m, n))
+    return SingularTriples(torch.zeros(1, dtype=torch.float64), left[None], right[None], 0.0, 0)
+
+
 def _golub_kahan(
-    problem: _Problem, start: Block, rank: int, tolerance: float, max_rounds: int
-) -> tuple[Tensor, Block, Block, float, int]:
-    """Return sigma, left and right vectors, the certified residual, and the rounds spent."""
+    problem: _Problem, start: Block, rank: int, tolerance: float, max_rounds: int, scale: float
+) -> tuple[Block, int]:
+    """Return right vectors, largest singular value first, and the rounds spent; none where the map is zero."""
+    floor = _FLOOR * scale
     rounds = 0
     block = start
-    affordable = _BASIS_BYTES // (8 * (start.shape[1] + problem.left_size))
-    room = max(3 * rank, min(_MAX_BASIS, affordable), 4)
     while True:
         rights = _orthonormal(block, None, problem.inner_right)
         lefts: Block | None = None
@@ -196,11 +224,13 @@ def _golub_kahan(
         small = start.new_zeros(0, 0)
         while True:
             images = problem.forward(newest)
-            fresh = _orthonormal(images, lefts, problem.inner_left)
+            fresh = _orthonormal(images, lefts, problem.inner_left, floor)
             lefts = fresh if lefts is None else torch.cat([lefts, fresh])
+            if not len(lefts):
+                return rights[:0], rounds + 1
             back = problem.adjoint(fresh) if len(fresh) else fresh.new_zeros(0, rights.shape[1])
             rounds += 1
-            grown = _orthonormal(back, rights, problem.inner_right)
+            grown = _orthonormal(back, rights, problem.inner_right, floor)
             # coordinates of the adjoint images in the right basis: the rows of the small matrix
             known = problem.inner_right(back, rights)
             beyond = problem.inner_right(back, grown)
@@ -214,57 +244,76 @@ def _golub_kahan(
             p, sigma, qh = torch.linalg.svd(small, full_matrices=False)
             tail = p[old.shape[0] :, :rank]
             error = (tail.T @ beyond).norm(dim=1).max() if beyond.numel() else sigma.new_zeros(())
-            largest = sigma[0].clamp_min(torch.finfo(sigma.dtype).tiny)
-            done = bool(error <= tolerance * largest) or not len(grown)
-            if done or rounds >= max_rounds or len(rights) + len(grown) > room:
+            done = bool(error <= tolerance * sigma[0]) or not len(grown)
+            if done or rounds >= max_rounds or len(rights) + len(grown) > max(_MAX_BASIS, 3 * rank):
                 break
             rights, newest = torch.cat([rights, grown]), grown
-        found = qh[:rank] @ rights
+        found = qh[:rank][sigma[:rank] > 10 * floor] @ rights
         if done or rounds >= max_rounds:
-            return _certified(problem, found, tolerance, rounds, max_rounds)
+            return found, rounds
         block = found
 
 
-def _certified(
-    problem: _Problem, found: Block, tolerance: float, rounds: int, max_rounds: int
-) -> tuple[Tensor, Block, Block, float, int]:
+def _certified(problem: _Problem, found: Block, rounds: int, scale: float) -> tuple[Tensor, Block, Block, float, int]:
     """Make the left vectors from the right ones and measure what is wrong with the pairs."""
     images = problem.forward(found)
-    sigma = problem.inner_left(images, images).diagonal().clamp_min(0).sqrt()
-    lefts = images / sigma.clamp_min(torch.finfo(sigma.dtype).tiny)[:, None]
-    wrong = problem.adjoint(lefts) - sigma[:, None] * found
-    errors = problem.inner_right(wrong, wrong).diagonal().clamp_min(0).sqrt()
-    scale = float(sigma.max())
-    residual = float(errors.max()) / scale if scale > 0 else 0.0
-    # ten times the tolerance of the search, for the rounding of two more contractions
-    if residual > max(10 * tolerance, 1e-13):
-        raise ConvergenceError(
-            f"the leading Kronecker products did not converge: residual {residual:.1e} after {rounds} rounds, "
-            f"{tolerance:.0e} asked for within {max_rounds}; raise max_rounds or tolerance."
+    # orthogonal to the larger ones: dividing by a small singular value would blow up their rounding
+    lefts = _orthonormal(images, None, problem.inner_left, _FLOOR * scale)
+    images, found = images[: len(lefts)], found[: len(lefts)]
+    sigma = problem.inner_left(images, lefts).diagonal().clone()
+    errors = [
+        _norm(wrong[index : index + 1], inner, optimistic=False)
+        for wrong, inner in (
+            (problem.adjoint(lefts) - sigma[:, None] * found, problem.inner_right),
+            (images - sigma[:, None] * lefts, problem.inner_left),
         )
+        for index in range(len(wrong))
+    ]
     order = sigma.argsort(descending=True)
-    return sigma[order], lefts[order], found[order], residual, rounds + 1
+    return sigma[order], lefts[order], found[order], max(errors) / float(sigma.max()), rounds + 1
 
 
-def _orthonormal(block: Block, basis: Block | None, inner: Callable[[Block, Block], Tensor]) -> Block:
-    """Orthonormalise vector by vector against a basis and each other, twice; what is left of rounding is dropped."""
+def _accepted(tolerance: float) -> float:
+    """Ten times the tolerance of the search, for the rounding of two more contractions."""
+    return max(10 * tolerance, 1e-13)
+
+
+def _norm(vector: Block, inner: Callable[[Block, Block], Tensor], *, optimistic: bool = True) -> float:
+    """Norm of one vector (1, d); below its rounding it counts as zero, or as its rounding if not ``optimistic``.
+
+    With a kernel for an inner product, large coefficients may stand for a small matrix: their products cancel, and what
+    is left is rounding relative to the sum of their sizes (kernels have no negative entries).
+    """
+    squared = float(inner(vector, vector))
+    rounding = 1e-14 * float(inner(vector.abs(), vector.abs()))
+    if not optimistic:
+        return max(squared, rounding, 0.0) ** 0.5
+    return squared**0.5 if squared > rounding else 0.0
+
+
+def _orthonormal(
+    block: Block, basis: Block | None, inner: Callable[[Block, Block], Tensor], floor: float = 0.0
+) -> Block:
+    """Orthonormalise vector by vector against a basis and each other, twice; what is left of rounding is dropped.
+
+    Vectors no longer than ``floor`` are rounding from the start.
+    """
     known = block[:0] if basis is None else basis
     start = len(known)
     for index in range(len(block)):
         vector = block[index : index + 1]
-        scale = inner(vector, vector).clamp_min(0).sqrt()
-        if float(scale) == 0.0:
+        length = _norm(vector, inner)
+        if length <= floor:
             continue
-        vector = vector / scale
-        left_over = 1.0
+        vector, left_over = vector / length, 1.0
         for _ in range(3):
             if len(known):
                 vector = vector - inner(vector, known) @ known
-            norm = float(inner(vector, vector).clamp_min(0).sqrt())
+            norm = _norm(vector, inner)
             left_over *= norm
-            if left_over < _DROP:
+            if left_over < _DROP or left_over * length <= floor:
                 break
             vector = vector / norm
-        if left_over >= _DROP:
+        else:
             known = torch.cat([known, vector])
     return known[start:]

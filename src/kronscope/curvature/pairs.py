@@ -14,6 +14,8 @@ __all__ = ["factor_kernels", "pair_squares"]
 
 # Entries of the largest intermediate of one tile (doubles: 256 MB).
 _TILE_ENTRIES = 32 << 20
+# Multiply-adds of a tile below which float64 costs nothing worth saving.
+_SMALL_TILE = 1e9
 
 
 def pair_squares(first: Atoms, second: Atoms) -> Tensor:
@@ -30,10 +32,10 @@ def pair_squares(first: Atoms, second: Atoms) -> Tensor:
 def factor_kernels(first: FactoredAtoms, second: FactoredAtoms) -> tuple[Tensor, Tensor] | None:
     r"""Return the row and column kernels whose product is S, when the atoms are :math:`b_{ic} a_i^\top`.
 
-    The side with columns gives :math:`\\|B_i B_j^\\top\\|_F^2`, the other :math:`(a_i \\cdot a_j)^2`. None where both
+    The side with columns gives :math:`\|B_i B_j^\top\|_F^2`, the other :math:`(a_i \cdot a_j)^2`. None where both
     sides have several columns, since S is then not such a product.
     """
-    if min(first.row_factors.shape[1], first.col_factors.shape[1]) > 1:
+    if any(min(atoms.row_factors.shape[1], atoms.col_factors.shape[1]) > 1 for atoms in (first, second)):
         return None
     return _side_kernel(first.row_factors, second.row_factors), _side_kernel(first.col_factors, second.col_factors)
 
@@ -60,10 +62,12 @@ def _block_sums(values: Tensor, c: int, d: int) -> Tensor:
 
 def _dense_pairs(first: DenseAtoms, second: DenseAtoms) -> Tensor:
     c, d = first.columns, second.columns
-    # float32 atoms are multiplied in float32: an entry's rounding is far below its sample's norm, and squares add up
-    # in float64
-    products = first.grads.flatten(2).flatten(0, 1) @ second.grads.flatten(2).flatten(0, 1).T
-    return _block_sums(products.square_(), c, d)
+    one, two = first.grads.flatten(2).flatten(0, 1), second.grads.flatten(2).flatten(0, 1)
+    if one.shape[0] * two.numel() < _SMALL_TILE:
+        one, two = one.double(), two.double()
+    # in large tiles float32 gradients are multiplied in float32, at twice the speed: an entry's rounding is 1e-7 of its
+    # samples' norms, and squares are summed in float64
+    return _block_sums((one @ two.T).square_(), c, d)
 
 
 def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:

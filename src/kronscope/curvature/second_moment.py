@@ -62,7 +62,13 @@ class SecondMoment:
 
     def trace(self) -> float:
         r"""Trace, :math:`\sum w \|G\|_F^2`."""
-        return self._once("trace", lambda: float(self.left().diagonal().sum()))
+
+        def compute() -> float:
+            # the trace of either factor; the smaller one is the cheaper
+            small = self.left() if self.shape[0] <= self.shape[1] else self.right()
+            return float(small.diagonal().sum())
+
+        return self._once("trace", compute)
 
     def norm(self) -> float:
         r"""Frobenius norm, :math:`\|H\|_F^2 = \sum_{ij} w_i w_j \sum_{cd}\langle G_{ic}, G_{jd}\rangle^2`."""
@@ -167,9 +173,11 @@ class SecondMoment:
 
         def compute() -> tuple[Tensor, Any]:
             total: Tensor | float = 0.0
+            # an optimizer's bases may be float32
+            wide = [basis if basis is None else basis.double() for basis in (left, right)]
             for atoms in self._chunks():
                 for part in _bounded(atoms):
-                    total = total + _rotated_squares(part.wide(), left, right)
+                    total = total + _rotated_squares(part.wide(), *wide)
             assert isinstance(total, Tensor)
             return total, (left, right)  # the bases are kept so that their ids stay theirs
 
@@ -189,7 +197,7 @@ class SecondMoment:
             if op.left.is_decomposed and op.right.is_decomposed:
                 spectra = op.left.spectrum, op.right.spectrum
                 table = self.table(spectra[0].vectors, spectra[1].vectors)
-                return op.scale * float(spectra[0].values @ table @ spectra[1].values)
+                return op.scale * float(spectra[0].values.double() @ table @ spectra[1].values.double())
             return op.scale * self._inner_product(op.left.matrix, op.right.matrix)
         if isinstance(op, KroneckerSum):
             return sum(sigma * self._inner_product(left, right) for sigma, left, right in op.terms)
@@ -346,6 +354,7 @@ class SecondMoment:
         return float((self.left(right) * left).sum())
 
     def _inner_general(self, left: Tensor, right: Tensor) -> float:
+        left, right = left.double(), right.double()
         total = 0.0
         for atoms in self._chunks():
             for part in _bounded(atoms, forming=True):

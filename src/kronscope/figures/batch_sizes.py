@@ -29,12 +29,16 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
     sweeps = [item for item in results.details if item.kind == "batch_sizes"]
     steps = sorted({item.step for item in sweeps})
     if not sweeps or (step is not None and step not in steps):
-        there = f"at steps {steps}" if steps else "none"
-        raise OptionError(
-            f"This figure needs details of kind 'batch_sizes'{'' if step is None else f' at step {step}'}, but there are "
-            f"{there}; sweep the batch size as well, or choose another step."
+        asked = "" if step is None else f" at step {step}"
+        there = (
+            f"they are at steps {steps}; choose one of these"
+            if steps
+            else "there are none; measure with details=('batch_sizes',)"
         )
-    sweeps = [item for item in sweeps if item.step == (steps[-1] if step is None else step)]
+        raise OptionError(f"This figure needs batch-size sweeps{asked}, but {there}.")
+    shown = steps[-1] if step is None else step
+    # Results merged from several batch sizes hold the same sweep more than once.
+    sweeps = list({(item.layer, item.truth, item.labels): item for item in sweeps if item.step == shown}.values())
     curves = [name for item in sweeps for name in item.values if name != "batch_size" and item.series(name)]
     looks = styles(curves)
     columns = min(canvas.columns_for(len(sweeps)), 3)

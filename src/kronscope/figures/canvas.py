@@ -51,9 +51,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError(
-            "Figures need matplotlib; install it with: pip install 'kronscope[figures]'"
-        ) from error
+        raise MissingExtraError("Figures need matplotlib; install it with: pip install 'kronscope[figures]'") from error
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -75,9 +73,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     dpi = min(_DPI, _MOST_PIXELS / max(figure.get_size_inches()))
     # Without a date the same results give the same file, byte for byte.
     metadata: dict[str, Any] = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
-    return write_atomically(
-        path, lambda file: figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
-    )
+    return write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=dpi, metadata=metadata))
 
 
 def tidy(axes: Axes) -> None:

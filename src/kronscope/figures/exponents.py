@@ -31,19 +31,20 @@ def exponents(results: Results) -> Figure:
     """
     sweeps = [item for item in results.details if item.kind == "exponents"]
     if not sweeps:
-        raise OptionError("This figure needs details of kind 'exponents', but there are none; sweep the exponent as well.")
+        raise OptionError("This figure needs exponent sweeps, but there are none; measure with details=('exponents',).")
     panels = list(dict.fromkeys((item.layer, item.condition) for item in sweeps))
     steps = sorted({item.step for item in sweeps})
     columns = min(canvas.columns_for(len(panels)), 3)
     lines = math.ceil(len(panels) / columns)
     figure = canvas.new_figure(3.5 * columns + 1.0, 2.6 * lines + 0.4)
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     limits = canvas.cosine_limits(value for item in sweeps for value in item.series("cosine"))
     # The brightest end of the map cannot be read on white.
-    colors = ScalarMappable(Normalize(steps[0], steps[-1] + 0.15 * (steps[-1] - steps[0] or 1)), "viridis")
+    scale, colors = Normalize(steps[0], steps[-1] + 0.15 * (steps[-1] - steps[0] or 1)), colormaps["viridis"]
     for number, axes in enumerate(grid.flat):
         if number >= len(panels):
             axes.set_visible(False)
@@ -52,7 +53,7 @@ def exponents(results: Results) -> Figure:
         canvas.tidy(axes)
         for item in sorted(sweeps, key=lambda item: item.step):
             if (item.layer, item.condition) == panels[number]:
-                _draw_sweep(axes, item, colors.to_rgba(item.step))
+                _draw_sweep(axes, item, colors(float(scale(item.step))))
         axes.set_title(f"{layer}\n{condition_label(*condition)}", fontsize=8.5, color=canvas.INK)
         canvas.set_cosine_axis(axes, limits, label=number % columns == 0)
         for power, name in ((0.5, "Shampoo"), (1.0, "Shampoo²")):
@@ -64,7 +65,7 @@ def exponents(results: Results) -> Figure:
         if number + columns >= len(panels):
             axes.set_xlabel("exponent p of (L ⊗ R)ᵖ", fontsize=9, color=canvas.INK)
     if len(steps) > 1:
-        bar = figure.colorbar(colors, ax=grid, boundaries=None, fraction=0.04, pad=0.02)
+        bar = figure.colorbar(ScalarMappable(scale, colors), ax=grid, fraction=0.04, pad=0.02)
         bar.set_label("step (ring: best p)", fontsize=9, color=canvas.INK)
         bar.ax.set_ylim(steps[0], steps[-1])
         bar.ax.tick_params(labelsize=8)

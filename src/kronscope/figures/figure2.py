@@ -54,9 +54,7 @@ def figure2(columns: Mapping[str, Results], leading: int = 12) -> Figure:
         if any(_spectra(results, truth) for results in columns.values())
     }
     if not lines:
-        raise OptionError(
-            "Figure 2 needs details of kind 'spectrum', but there are none; measure the spectrum as well."
-        )
+        raise OptionError("Figure 2 needs spectra, but there are none; measure with details=('spectrum',).")
     figure = canvas.new_figure(max(5.0 * len(columns) + 0.3, 5.6), 2.25 * len(lines) + 0.85)
     grid = figure.subplots(len(lines), 2 * len(columns), squeeze=False, width_ratios=[1.25, 1] * len(columns))
     values = [item.number(curve) for spectra in lines.values() for line in spectra for item in line for curve in CURVES]
@@ -106,7 +104,9 @@ def _draw_bars(axes: Axes, spectrum: Detail | None, leading: int) -> None:
         values = relative([abs(value) for value in spectrum.series(name)[:leading]])
         places = range(1, len(values) + 1)
         if look.marker:
-            axes.plot(places, values, linestyle="none", marker=look.marker, markersize=4.5, color=look.color, label=look.name)
+            axes.plot(
+                places, values, linestyle="none", marker=look.marker, markersize=4.5, color=look.color, label=look.name
+            )
         else:
             axes.bar(places, values, width=0.62, color=look.color, label=look.name)
     top = max([1.0, *axes.dataLim.intervaly.tolist()])

@@ -73,7 +73,8 @@ def gradients_vmapped(
         pull_back = torch.func.vjp(output, frozen)[1]
         return [pull_back(column)[0] for column in own_columns]
 
-    with warnings.catch_warnings():
+    # vjp differentiates all the same; without no_grad a second graph would be built through the other parameters.
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         found = torch.vmap(one_sample, randomness="different")(leaves, list(columns))
     return [{name: grads[f"model.{name}"] for name in parameters} for grads in found]

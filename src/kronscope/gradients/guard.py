@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -61,7 +62,7 @@ def untouched(model: nn.Module, targets: Collection[nn.Parameter]) -> Iterator[N
 
     Restored are: training flags, attributes, buffers and their values, ``requires_grad``, ``.grad``, tensor hooks of
     parameters (switched off inside: they change gradients, not the loss), random states, grad mode, autocast (off
-    inside), and the fast path of attention (off inside: it has no gradients).
+    inside), compilation (off inside) and the fast path of attention (off inside: it has no gradients).
     """
     undo: list[Callable[[], None]] = [RandomStates().restore]
     with ExitStack() as contexts:
@@ -85,7 +86,9 @@ def untouched(model: nn.Module, targets: Collection[nn.Parameter]) -> Iterator[N
                 contexts.enter_context(torch.autocast(kind, enabled=False))
         contexts.enter_context(torch.inference_mode(False))
         contexts.enter_context(torch.enable_grad())
-        contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        # Nothing is compiled unless this module, which takes a second to import, is already there.
+        if "torch._dynamo" in sys.modules:
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

@@ -224,7 +224,7 @@ class Identity:
 
     def inner(self, other: Operator) -> float:
         """Frobenius inner product."""
-        return self.scale * other.trace()
+        return _inner(self, other)
 
     def to_dense(self) -> Tensor:
         """Return the mn x mn matrix."""
@@ -324,7 +324,12 @@ class _DenseSpectral(EigenbasisDiagonal):
         return _DenseSpectral(self.right, powered.values.flatten(), self.shape)
 
     def inner(self, other: Operator) -> float:
+        _check_same_shape(self, other)
         return float((self.to_dense() * other.to_dense()).sum())
+
+    def to_dense(self) -> Tensor:
+        assert self.right is not None
+        return (self.right * self.values.flatten()) @ self.right.T
 
 
 def _checked(matrix: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -333,10 +338,14 @@ def _checked(matrix: Tensor, shape: tuple[int, int]) -> Tensor:
     return matrix
 
 
-def _inner(first: Operator, second: Operator) -> float:
-    """Inner product by the cheapest closed form; operators of other kinds decide for themselves."""
+def _check_same_shape(first: Operator, second: Operator) -> None:
     if first.shape != second.shape:
         raise ShapeError(f"the operators act on different shapes: {first.shape} and {second.shape}.")
+
+
+def _inner(first: Operator, second: Operator) -> float:
+    """Inner product by the cheapest closed form; of operators of other kinds only the dense matrix is asked for."""
+    _check_same_shape(first, second)
     for one, two in ((first, second), (second, first)):
         if isinstance(one, Identity):
             return one.scale * two.trace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kronscope.measures.adagrad import measure_history
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
@@ -24,5 +25,6 @@ __all__ = [
     "exponent_curve",
     "kronecker_spectrum",
     "measure",
+    "measure_history",
     "relative_error",
 ]

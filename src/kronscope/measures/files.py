@@ -18,8 +18,8 @@ __all__ = ["write_atomically"]
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
     """Let ``write`` fill a temporary file beside ``path``, then put it in place in one step.
 
-    The folder is created if it is not there: losing an hour's measurement to a missing folder helps nobody. A
-    symbolic link is followed, and an existing file's permissions are kept.
+    The folder is created if it is not there: losing an hour's measurement to a missing folder helps nobody.
+    A symbolic link is followed, and an existing file's permissions are kept.
 
     Args:
         path: Where the file shall be.
@@ -40,7 +40,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
     target = Path(os.path.realpath(asked))
     if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "not a regular file"
-        raise ResultsError(f"A file name is needed to write to, but {str(asked)!r} is {kind}; give the name of a file.")
+        raise ResultsError(f"A file to write is needed, but {str(asked)!r} is {kind}; give the name of a file.")
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
             os.fsync(file.fileno())
         if target.exists():
             shutil.copymode(target, temporary)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ResultsError(
@@ -66,7 +66,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
 
 
 def _sync_folder(folder: Path) -> None:
-    # The rename itself is on disk only after the folder is; some file systems (and Windows) do not offer this.
+    # The rename is on disk only once the folder is; some file systems (and Windows) do not offer this.
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

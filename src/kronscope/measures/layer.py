@@ -44,12 +44,14 @@ class LayerStreams:
         fitted: Atoms the approximations are fitted on, of single samples.
         resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` or ``"drawn fit"``.
         note: What every row of the layer has to say, such as that the truth was drawn.
+        whole_square: For a thinned history, see :class:`Resampler`.
     """
 
     truth: GradientStream
     fitted: GradientStream
     resample: str | None = None
     note: str = ""
+    whole_square: float = 0.0
 
 
 def layer_rows(
@@ -122,7 +124,7 @@ def _resampler(streams: LayerStreams) -> Resampler | None:
     if streams.resample is None:
         return None
     if streams.resample == "samples":
-        return Resampler(streams.truth, streams.fitted, "samples")
+        return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
     if streams.resample == "draws":
         return Resampler(streams.truth, streams.fitted, "draws")
     # the truth is exact and only the fit was drawn; few draws per sample say less than the samples do

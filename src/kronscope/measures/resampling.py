@@ -43,6 +43,9 @@ class Resampler:
         by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
         fixed_truth: Keep the truth whole and only vary what is fitted (the truth is exact, the labels were drawn).
         groups: Number of groups of samples.
+        whole_square: For samples that are themselves drawn from a finite whole, such as every k-th step of a run: the
+            sum of squares of the whole's weights (1/T for T equal ones), when those sum to one. The question is then
+            the value on that whole, its pairs of a sample with itself included.
 
     Raises:
         DataError: there are too few samples or draws to leave any out.
@@ -56,7 +59,9 @@ class Resampler:
         *,
         fixed_truth: bool = False,
         groups: int = _GROUPS,
+        whole_square: float = 0.0,
     ) -> None:
+        self._whole_square = whole_square
         self.truth, self.fitted, self.by, self.fixed_truth = truth, fitted, by, fixed_truth
         drawn = fitted if fixed_truth else truth
         units = truth.num_samples if by == "samples" else drawn.columns
@@ -67,6 +72,7 @@ class Resampler:
             )
         self._groups = torch.arange(truth.num_samples) % self.count
         self._norms = self._truth_norms()
+        self._whole = (truth, fitted) if by == "draws" else self._without(-1)
         self._replicates = [self._without(group) for group in range(self.count)]
 
     def on_truth(self) -> Resampler:
@@ -75,7 +81,7 @@ class Resampler:
 
     def cosine(self, fit: Fit) -> Estimate:
         """Estimate the cosine of what ``fit`` makes of the fitted stream with the truth."""
-        whole = self._one(fit, self.truth, self.fitted, self._norms[0])
+        whole = self._one(fit, *self._whole, self._norms[0])
         left_out = torch.tensor(
             [
                 self._one(fit, truth, fitted, norm)
@@ -90,6 +96,10 @@ class Resampler:
             # the fit that was made is the one reported; only its variation is estimated
             return Estimate(whole, stderr)
         corrected = count * whole - (count - 1) * float(left_out.mean())
+        if self._whole_square:
+            # the whole is a sample of its own kind with this share of the bias, and this share of it was seen
+            seen = min(1.0, self._whole_square / self._square)
+            return Estimate(corrected + seen * (whole - corrected), stderr * math.sqrt(1 - seen))
         return Estimate(corrected, stderr)
 
     def _one(self, fit: Fit, truth: GradientStream, fitted: GradientStream, norm: float) -> float:
@@ -105,10 +115,14 @@ class Resampler:
         if self.by == "draws":
             return _draw_norms(self.truth)
         weights = _weights(self.truth)
+        self._square = float(weights.square().sum() / weights.sum() ** 2)
         pairs = moment.pair_sums(self._groups)
-        own = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, moment.own_sums())
-        squares = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, weights.square())
-        masses = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, weights)
+        each = moment.own_sums()  # w_i² S_ii
+        itself_each = torch.where(weights > 0, each / weights.clamp_min(torch.finfo(weights.dtype).tiny), 0.0)
+        own, itself, squares, masses = (
+            torch.zeros(self.count, dtype=torch.float64).index_add_(0, self._groups, values)
+            for values in (each, itself_each, weights.square(), weights)
+        )
         norms = []
         for group in range(-1, self.count):
             keep = torch.arange(self.count) != group
@@ -116,7 +130,12 @@ class Resampler:
             # Σ_{i≠j} w_i w_j S_ij over Σ_{i≠j} w_i w_j, for weights that sum to one
             distinct = float(pairs[keep][:, keep].sum() - own[keep].sum())
             share = mass * mass - float(squares[keep].sum())
-            norms.append(math.sqrt(max(distinct / share, 0.0)) if share > 0 else math.nan)
+            square = distinct / share if share > 0 else math.nan
+            if self._whole_square:
+                # E‖g‖⁴ of a sample with itself, in the proportion the whole has it
+                square *= 1 - self._whole_square
+                square += self._whole_square * float(itself[keep].sum()) / mass
+            norms.append(math.sqrt(max(square, 0.0)) if square == square else math.nan)
         return norms
 
     def _without(self, group: int) -> tuple[GradientStream, GradientStream]:

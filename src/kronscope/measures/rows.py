@@ -112,12 +112,13 @@ class Detail:
         truth: Which matrix.
         labels: Which labels.
         batch_size: Which B.
-        kind: ``spectrum`` (``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``), ``exponents``
-            (``exponent``, ``cosine``) or ``batch_sizes`` (``batch_size`` and one curve per approximation).
+        kind: ``spectrum`` (``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``),
+            ``exponents`` (``exponent``, ``cosine``) or ``batch_sizes`` (``batch_size`` and one curve per
+            approximation).
         values: Lists of numbers, numbers and text, by name.
 
-    >>> sweep = Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", {"exponent": [0.5, 1], "cosine": [0.8, 0.9]})
-    >>> sweep.series("cosine")
+    >>> curve = {"exponent": [0.5, 1.0], "cosine": [0.8, 0.9]}
+    >>> Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", curve).series("cosine")
     [0.8, 0.9]
     """
 
@@ -132,7 +133,8 @@ class Detail:
     def __post_init__(self) -> None:
         for name in ("step", "batch_size"):
             object.__setattr__(self, name, operator.index(getattr(self, name)))
-        object.__setattr__(self, "values", {str(name): _detail_value(value) for name, value in self.values.items()})
+        values = {str(name): _detail_value(value) for name, value in self.values.items()}
+        object.__setattr__(self, "values", values)
 
     @property
     def condition(self) -> tuple[str, str, int]:

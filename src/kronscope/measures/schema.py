@@ -48,7 +48,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ResultsError(f"There is no results file {name!r}; check the path, or make one with Results.save.") from None
+        message = f"There is no results file {name!r}; check the path, or make one with Results.save."
+        raise ResultsError(message) from None
     except IsADirectoryError:
         inside = Path(path) / "results.json"
         hint = f"load {str(inside)!r} instead" if inside.is_file() else "give the name of the file in it"
@@ -56,14 +57,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError:
         raise ResultsError(f"A JSON results file is expected, but {name!r} is not text; {_REMEDY}.") from None
     except OSError as error:
-        raise ResultsError(f"The results file {name!r} cannot be read: {error.strerror}; check its permissions.") from error
+        reason = error.strerror or str(error)
+        raise ResultsError(f"{name!r} cannot be read ({reason}); check the path and its permissions.") from error
 
 
 def loads(text: str, name: str = "the text") -> Results:
     """Results from JSON text; ``name`` is the file's name for messages.
 
     Raises:
-        ResultsError: The text is not JSON, is cut short, is of another format or a newer version, or lacks entries.
+        ResultsError: The text is not JSON, is cut short, is of another format or a newer version, or is damaged.
     """
     data = _parse(text, name)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -75,14 +77,14 @@ def loads(text: str, name: str = "the text") -> Results:
         raise ResultsError(f"{name!r} has no valid schema_version (found {version!r}); {_REMEDY}.")
     if version > SCHEMA_VERSION:
         raise ResultsError(
-            f"{name!r} was written by a newer kronscope: its schema_version is {version}, this one reads up to "
-            f"{SCHEMA_VERSION}; upgrade with: pip install --upgrade kronscope"
+            f"{name!r} was written by a newer kronscope: its schema_version is {version}, this one reads up "
+            f"to {SCHEMA_VERSION}; upgrade with: pip install --upgrade kronscope"
         )
     for entry, kind in (("rows", list), ("details", list), ("settings", dict), ("partial", bool)):
         if not isinstance(data.get(entry), kind):
-            raise ResultsError(f"{name!r} is damaged: its entry {entry!r} is missing or not a {kind.__name__}; {_REMEDY}.")
-    rows = [_record(Row, item, f"row {number} of {name!r}") for number, item in enumerate(data["rows"], 1)]
-    details = [_record(Detail, item, f"detail {number} of {name!r}") for number, item in enumerate(data["details"], 1)]
+            raise ResultsError(f"{name!r} is damaged: {entry!r} is missing or no {kind.__name__}; {_REMEDY}.")
+    rows = [_record(Row, item, f"row {i} of {name!r}") for i, item in enumerate(data["rows"], 1)]
+    details = [_record(Detail, item, f"detail {i} of {name!r}") for i, item in enumerate(data["details"], 1)]
     return Results(rows, details, data["settings"], data["partial"])
 
 
@@ -96,7 +98,8 @@ def _parse(text: str, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("{") and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg):
-            raise ResultsError(f"{name!r} is cut short: it ends in line {error.lineno} in the middle; {_REMEDY}.") from None
+            message = f"{name!r} is cut short: it ends in the middle of line {error.lineno}; {_REMEDY}."
+            raise ResultsError(message) from None
         place = f"line {error.lineno}, column {error.colno}"
         raise ResultsError(f"{name!r} is not JSON ({error.msg} at {place}); {_REMEDY}.") from None
 

@@ -17,7 +17,7 @@ from kronscope.measures.rows import Row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["condition_title", "cut_lines", "to_html", "to_rich", "to_text"]
+__all__ = ["condition_title", "setting_lines", "to_html", "to_rich", "to_text"]
 
 _MATRICES = {
     "gauss_newton": "the Gauss–Newton matrix",
@@ -26,7 +26,7 @@ _MATRICES = {
 }
 _MOST_LINES = 60
 _NARROWEST_LAYER = 20
-_ASCII = str.maketrans({"–": "-", "±": "+-", "×": "x", "…": "...", "·": "|", "²": "^2", "√": "sqrt ", "−": "-"})
+_ASCII = str.maketrans({"–": "-", "±": "+-", "×": "x", "…": "...", "·": "|", "²": "^2", "−": "-"})
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,19 @@ def condition_title(truth: str, labels: str, batch_size: int) -> str:
     return matrix if truth == "adagrad" else f"{matrix}, fitted on {labels} labels, batch size {batch_size}"
 
 
-def cut_lines(settings: Mapping[str, Any]) -> list[str]:
-    """What was made smaller than asked for, as lines of text, from all runs."""
+def setting_lines(settings: Mapping[str, Any], name: str) -> list[str]:
+    """A setting such as ``cut`` or ``notes`` as lines of text, from all merged runs.
+
+    >>> setting_lines({"cut": {"steps": "100 of 10,000"}, "runs": [{"notes": "a"}, {"notes": ["a", "b"]}]}, "notes")
+    ['a', 'b']
+    """
     lines: list[str] = []
     for part in [settings, *(settings.get("runs") or [])]:
-        cut = part.get("cut") or []
-        if isinstance(cut, Mapping):
-            lines += [f"{name}: {value}" for name, value in cut.items()]
+        value = part.get(name) or []
+        if isinstance(value, Mapping):
+            lines += [f"{key}: {item}" for key, item in value.items()]
         else:
-            lines += [cut] if isinstance(cut, str) else [str(item) for item in cut]
+            lines += [value] if isinstance(value, str) else [str(item) for item in value]
     return list(dict.fromkeys(lines))
 
 
@@ -91,7 +95,7 @@ def _render(results: Results, width: int, *, ascii_only: bool) -> str:
 
 
 def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterator[RenderableType]:
-    """Renderables for a rich console: one table for each truth, labels and batch size, then what to know about them."""
+    """Renderables for a rich console: one table for each truth, labels and batch size, then what to know."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -115,7 +119,8 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
         spare = max(width - sum(widths[1:]) - 3 * (len(widths) - 1), 8)
         for y, line in enumerate(block.lines):
             cells = [line[0] if block.columns[0].numeric else _fold(line[0], spare), *line[1:]]
-            table.add_row(*(text(cell, "bold green" if (y, x) in block.best else "") for x, cell in enumerate(cells)))
+            styles = ["bold green" if (y, x) in block.best else "" for x in range(len(cells))]
+            table.add_row(*map(text, cells, styles))
         yield table
         if block.left_out:
             yield text(block.left_out, "dim")
@@ -129,14 +134,11 @@ def to_html(results: Results) -> str:
     parts = ["<p><strong>Partial:</strong> the work was interrupted.</p>"] if results.partial else []
     for block in _blocks(results, 10**6, notes):
         head = "".join(f"<th>{html.escape(column.title)}</th>" for column in block.columns)
-        lines = [
-            "".join(
-                f"<td>{'<b>' if (y, x) in block.best else ''}{html.escape(cell)}{'</b>' if (y, x) in block.best else ''}</td>"
-                for x, cell in enumerate(line)
-            )
-            for y, line in enumerate(block.lines)
-        ]
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        body = ""
+        for y, line in enumerate(block.lines):
+            tags = ["strong" if (y, x) in block.best else "span" for x in range(len(line))]
+            cells = zip(tags, map(html.escape, line), strict=True)
+            body += "<tr>" + "".join(f"<td><{tag}>{cell}</{tag}></td>" for tag, cell in cells) + "</tr>"
         parts.append(
             f"<p><b>{html.escape(block.title)}</b><br>{html.escape(block.subtitle)}</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(block.left_out)}</p>"
@@ -147,7 +149,8 @@ def to_html(results: Results) -> str:
 
 def _footer(results: Results, notes: Mapping[str, int]) -> list[tuple[str, str]]:
     lines = [(f"({number}) {note}", "yellow") for note, number in notes.items()]
-    lines += [(f"Cut: {line}", "yellow") for line in cut_lines(results.settings)]
+    lines += [(f"Cut: {line}", "yellow") for line in setting_lines(results.settings, "cut")]
+    lines += [(f"Note: {line}", "yellow") for line in setting_lines(results.settings, "notes")]
     lines.append((results.question, "italic"))
     seconds = sum(row.seconds for row in results if math.isfinite(row.seconds))
     if seconds:
@@ -170,7 +173,7 @@ def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Bl
         title = f"Cosine with {condition_title(*condition)}"
         shown, left_out = _shorten(rows)
         form = _wide(shown, single, notes)
-        # The long form has room for the relative error, which one layer's single line would waste its space without.
+        # Many approximations of a single layer read better down than across.
         if not _fits(form, width) or (len(form[1]) == 1 and len({row.approximation for row in rows}) > 6):
             form = _long(shown, single, notes)
         yield _Block(title, " · ".join(facts), *form, left_out)
@@ -220,8 +223,8 @@ def _long(rows: Sequence[Row], single: Mapping[str, bool], notes: dict[str, int]
             error = _number(row.relative_error)
             lines.append([*blank, row.approximation, _cosine(row, notes), error])
     columns = [column for column, _ in _lead(rows[0], single)]
-    last = [_Column("approximation"), _Column("cosine", numeric=True), _Column("relative error", numeric=True)]
-    return columns + last, lines, best
+    columns += [_Column("approximation"), *(_Column(name, numeric=True) for name in ("cosine", "relative error"))]
+    return columns, lines, best
 
 
 def _winners(rows: Any) -> set[str]:
@@ -243,7 +246,7 @@ def _number(value: float) -> str:
 
 
 def _shorten(rows: list[Row]) -> tuple[list[Row], str]:
-    """At most sixty lines: fewer steps first (always with the first and the last), then the first layers only."""
+    """At most sixty lines: fewer steps first (but the first and the last), then the first layers only."""
     total = dict.fromkeys((row.layer, row.step) for row in rows)
     if len(total) <= _MOST_LINES:
         return rows, ""
@@ -272,8 +275,10 @@ def _widths(columns: Sequence[_Column], lines: Sequence[Sequence[str]]) -> list[
 def _fits(form: _Form, width: int) -> bool:
     """Whether the numbers fit beside layer names folded as far as they stay readable."""
     widths = _widths(form[0], form[1])
-    least = (size if column.numeric else min(size, _NARROWEST_LAYER) for column, size in zip(form[0], widths, strict=True))
-    return sum(least) + 3 * (len(widths) - 1) <= width
+    names = sum(
+        max(0, size - _NARROWEST_LAYER) for size, column in zip(widths, form[0], strict=True) if not column.numeric
+    )
+    return sum(widths) - names + 3 * (len(widths) - 1) <= width
 
 
 def _duration(seconds: float) -> str:

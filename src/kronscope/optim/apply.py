@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from kronscope.errors import GradientError
 __all__ = ["apply_updates", "check_supported", "finite_gradients", "full_precision", "prepared_gradient"]
 
 
-def check_supported(grad: Tensor, name: str) -> None:
+def check_supported(grad: Tensor, name: Callable[[], str]) -> None:
     """Refuse gradients the optimizers cannot treat.
 
     Raises:
@@ -22,12 +22,12 @@ def check_supported(grad: Tensor, name: str) -> None:
     """
     if grad.layout != torch.strided:
         raise GradientError(
-            f"the gradient of {name} is sparse; use Embedding(sparse=False), or give the parameter to "
+            f"the gradient of {name()} is sparse; use Embedding(sparse=False), or give the parameter to "
             f"torch.optim.SparseAdam."
         )
     if not grad.is_floating_point():
         raise GradientError(
-            f"the gradient of {name} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
+            f"the gradient of {name()} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
             f"A complex parameter can be stored as torch.view_as_real of itself."
         )
 

@@ -21,7 +21,7 @@ from kronscope.optim.pieces import (
     traces,
     unit_factor,
 )
-from kronscope.optim.soap_batched import change_basis, new_basis, soap_accumulate
+from kronscope.optim.soap_batched import change_basis, soap_accumulate
 
 __all__ = ["accumulate", "batched_update", "direction", "refresh_roots", "traces_of"]
 
@@ -73,16 +73,12 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
 
 def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
     """Take the roots (for SOAP: the eigenbases) of the factors of one mode and some blocks anew."""
-    everything = index.numel() == state[f"factor{mode}"].shape[0]
-    factors = state[f"factor{mode}"] if everything else state[f"factor{mode}"][index]
-    factors = factors / hyper.correction2(step)
-    basis = state.get(f"basis{mode}")
-    warm = None if basis is None or step == 1 else (basis if everything else basis[index])
+    factors = state[f"factor{mode}"][index] / hyper.correction2(step)
     if hyper.family == "soap":
-        assert basis is not None
-        old = basis if everything else basis[index]
-        change_basis(state, mode, index, new_basis(factors, old, hyper, step), old, hyper)
+        change_basis(state, mode, index, factors, hyper, step)
         return
+    basis = state.get(f"basis{mode}")
+    warm = None if basis is None or step == 1 else basis[index]
     root = state[f"root{mode}"]
     found = solve_roots(
         factors, hyper.exponent(mode), ridge_of(hyper), hyper.solver, previous=root[index] if step > 1 else None, warm=warm

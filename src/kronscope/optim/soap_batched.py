@@ -1,4 +1,15 @@
-"""SOAP for stacks of equal blocks: Adam in the eigenbases of the factors."""
+r"""SOAP for stacks of equal blocks: Adam in the eigenbases :math:`Q_k` of the factors.
+
+With :math:`G' = Q_L^\top G Q_R`, both moments are kept in the bases,
+
+.. math:: m \leftarrow \beta_1 m + (1-\beta_1) G', \quad v \leftarrow \beta_2 v + (1-\beta_2) G'^{\circ 2}, \quad
+          U = Q_L \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon}\Big) Q_R^\top .
+
+The bases are those of the steps before (at the first step the identity, so that it is Adam's). When a basis changes by
+:math:`T = Q_{new}^\top Q_{old}`, the mean turns with :math:`T` and the second moment with its squared entries. The
+published algorithm instead makes no first step, permutes the second moment into the order of the new eigenvalues, and
+adds :math:`\epsilon` before correcting the bias.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +22,67 @@ from kronscope.kron.roots import eigenbases, orthogonal_iteration
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times
 
-__all__ = ["change_basis", "new_basis", "soap_accumulate"]
+__all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction"]
 
 
 def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
+    """Take gradients into moments and factors; return the updates in the bases of before."""
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
-    inside = grads
+    if hyper.published and step == 1:
+        update = torch.zeros_like(grads)
+    else:
+        inside = grads
+        for mode in modes:
+            inside = batched_times(state[f"basis{mode}"].mT, inside, mode)
+        state["exp_avg_sq"].mul_(decay).addcmul_(inside, inside, value=gain)
+        if hyper.beta1 > 0:
+            state["exp_avg"].lerp_(inside, 1 - hyper.beta1)
+        update = soap_direction(state, inside, modes, hyper, step)
     for mode in modes:
-        inside = batched_times(state[f"basis{mode}"].mT, inside, mode)
-    second = state["exp_avg_sq"].mul_(decay).addcmul_(inside, inside, value=gain)
-    mean, correction1 = inside, 1.0
-    if hyper.beta1 > 0:
-        mean, correction1 = state["exp_avg"].lerp_(inside, 1 - hyper.beta1), 1 - hyper.beta1**step
-    denominator = second.sqrt().div_(hyper.correction2(step) ** 0.5).add_(hyper.eps).mul_(correction1)
+        add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+    return update
+
+
+def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
+    """Return Adam's step in the bases, turned back; ``inside`` is the turned gradient, used without a first moment."""
+    seen = step - 1 if hyper.published else step
+    mean = state["exp_avg"] if hyper.beta1 > 0 else inside
+    correction1, correction2 = 1 - hyper.beta1**seen, hyper.correction2(seen) ** 0.5
+    if hyper.published:
+        denominator = state["exp_avg_sq"].sqrt().add_(hyper.eps).mul_(correction1 / correction2)
+    else:
+        denominator = state["exp_avg_sq"].sqrt().div_(correction2).add_(hyper.eps).mul_(correction1)
     update = torch.div(mean, denominator, out=denominator)
     if hyper.eps == 0:
+        # 0/0: an entry that has been zero so far moves nothing
         update.nan_to_num_(nan=0.0)
     for mode in modes:
         update = batched_times(state[f"basis{mode}"], update, mode)
-    for mode in modes:
-        add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
     return update
 
 
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
     if hyper.solver.is_warm and step > 1:
-        rounds = getattr(hyper.solver, "rounds", 1)
-        return orthogonal_iteration(factors, old, rounds)[0]
+        return orthogonal_iteration(factors, old, getattr(hyper.solver, "rounds", 1))[0]
     return eigenbases(factors, old)
 
 
-def change_basis(state: Tensors, mode: int, index: Tensor, new: Tensor, old: Tensor, hyper: Hyper) -> None:
-    """Carry both moments into the new basis: the mean turns, the second moment by the squared entries."""
+def change_basis(state: Tensors, mode: int, index: Tensor, factors: Tensor, hyper: Hyper, step: int) -> None:
+    """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
+    old = state[f"basis{mode}"][index]
+    new = new_basis(factors, old, hyper, step)
     turn = new.mT @ old
     if hyper.beta1 > 0:
         state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
-    state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
+    second = state["exp_avg_sq"][index]
+    if hyper.published:
+        values = (old * (factors @ old)).sum(-2)
+        order = values.argsort(-1, descending=True, stable=True)
+        shape = [-1, *[1] * (second.ndim - 1)]
+        shape[mode + 1] = second.shape[mode + 1]
+        second = second.gather(mode + 1, order.view(shape).expand_as(second)) if step > 1 else second
+    else:
+        second = batched_times(turn.square(), second, mode)
+    state["exp_avg_sq"][index] = second
     state[f"basis{mode}"][index] = new

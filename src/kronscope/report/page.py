@@ -21,11 +21,12 @@ from kronscope.measures import schema
 from kronscope.measures.files import write_atomically
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Row
-from kronscope.measures.table import cut_lines
+from kronscope.measures.table import setting_lines
 
 __all__ = ["render", "write_report"]
 
 _SCRIPTS = ("data.js", "charts.js", "table.js", "views.js", "app.js")
+_ELSEWHERE = ("cut", "notes", "title")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
 
@@ -104,11 +105,8 @@ def _payload(runs: Mapping[str, Results], title: str, looks: Mapping[str, Style]
                 "width": look.width,
                 "line": kind != "bar",
             }
-    conditions = {
-        item.condition: condition_label(*item.condition)
-        for results in runs.values()
-        for item in (*results.rows, *results.details)
-    }
+    conditions = {row.condition for results in runs.values() for row in results.rows}
+    conditions |= {detail.condition for results in runs.values() for detail in results.details}
     payload = {
         "title": title,
         "fields": _FIELDS,
@@ -117,20 +115,19 @@ def _payload(runs: Mapping[str, Results], title: str, looks: Mapping[str, Style]
         "curves": tables["curve"],
         "bars": tables["bar"],
         "truths": TRUTHS,
-        "conditions": {"|".join(map(str, condition)): label for condition, label in conditions.items()},
+        "conditions": {"|".join(map(str, item)): condition_label(*item) for item in sorted(conditions)},
     }
-    return payload, f":root{{{';'.join(light)}}}\n:root[data-theme=\"dark\"]{{{';'.join(dark)}}}\n"
+    return payload, f':root{{{";".join(light)}}}\n:root[data-theme="dark"]{{{";".join(dark)}}}\n'
 
 
 def _run(name: str, results: Results) -> dict[str, Any]:
-    notes = results.settings.get("notes") or []
     return {
         "name": name,
         "question": results.question,
         "partial": results.partial,
-        "cut": cut_lines(results.settings),
-        "notes": [notes] if isinstance(notes, str) else [str(note) for note in notes],
-        "settings": {key: value for key, value in results.settings.items() if key not in ("cut", "notes", "title")},
+        "cut": setting_lines(results.settings, "cut"),
+        "notes": setting_lines(results.settings, "notes"),
+        "settings": {key: value for key, value in results.settings.items() if key not in _ELSEWHERE},
         "rows": [list(schema.to_plain(row).values()) for row in results.rows],
         "details": [schema.to_plain(detail) for detail in results.details],
     }

@@ -269,13 +269,17 @@ def _caspr(H: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _kl(H: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Flip-flop on the ranges of L and R until nothing moves any more."""
+    """Flip-flop on the ranges of L and R, from R, until nothing moves any more.
+
+    With few gradients there may be many fixed points; the start then decides which.
+    """
     L, R = left(H, shape), right(H, shape)
     bases = [_range(L), _range(R)]
     m, n = (basis.shape[1] for basis in bases)
     basis = torch.kron(*bases)
     inside = basis.T @ H @ basis
-    R = torch.eye(n, dtype=H.dtype)
+    R = bases[1].T @ R @ bases[1]
+    R = R / R.norm()
     for _ in range(5_000):
         before = R
         L = left(inside, (m, n), torch.linalg.inv(R)) / n

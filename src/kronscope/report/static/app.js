@@ -121,9 +121,9 @@ function tree(value) {
 function drawNotes() {
   const parts = [];
   RUNS.forEach((run) => {
-    const name = RUNS.length > 1 ? `${run.name}: ` : "";
-    if (run.cut.length) parts.push(element("h3", {}, `${name}what was cut`), element("ul", { class: "notes cut" }, run.cut.map((line) => element("li", {}, line))));
-    if (run.notes.length) parts.push(element("h3", {}, `${name}how it was measured`), element("ul", { class: "notes" }, run.notes.map((line) => element("li", {}, line))));
+    const name = RUNS.length > 1 ? ` (${run.name})` : "";
+    if (run.cut.length) parts.push(element("h3", {}, `What was cut${name}`), element("ul", { class: "notes cut" }, run.cut.map((line) => element("li", {}, line))));
+    if (run.notes.length) parts.push(element("h3", {}, `How it was measured${name}`), element("ul", { class: "notes" }, run.notes.map((line) => element("li", {}, line))));
   });
   if (NOTES.length) {
     parts.push(element("h3", {}, "Notes in the table"), element("ol", { class: "notes" }, NOTES.map((note) => {

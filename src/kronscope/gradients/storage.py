@@ -1,0 +1,252 @@
+"""Where recorded gradients are kept: in memory, or in append-only files that survive a crash up to the last step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kronscope.errors import DataError
+
+__all__ = ["DiskStore", "MemoryStore", "Store"]
+
+_FORMAT = "kronscope-gradients"
+_NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
+
+
+class Store(Protocol):
+    """Records of all layers, one after each recorded step.
+
+    Attributes:
+        steps: The training step of each record, ascending.
+        dtypes: How each layer's numbers are kept.
+    """
+
+    steps: list[int]
+    dtypes: list[torch.dtype]
+
+    def append(self, step: int, grads: Sequence[Tensor]) -> None:
+        """Add one record per layer."""
+        ...
+
+    def read(self, layer: int, start: int, stop: int) -> Tensor:
+        """Return records (k, m, n) of a layer as they are kept, and their scales applied."""
+        ...
+
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        """Keep only these records, in these types."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+def record_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of one record; half precision carries a scale in front, so that small gradients keep their digits."""
+    return shape[0] * shape[1] * dtype.itemsize + (8 if dtype == torch.float16 else 0)
+
+
+def encode(grad: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:
+    """Return a scale and the numbers to keep."""
+    if dtype != torch.float16:
+        return 1.0, grad.to(dtype)
+    scale = float(grad.abs().max()) or 1.0
+    return scale, (grad / scale).to(dtype)
+
+
+class MemoryStore:
+    """Records in memory."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> None:
+        self.shapes, self.dtypes = list(shapes), list(dtypes)
+        self.steps: list[int] = []
+        self._records: list[list[tuple[float, Tensor]]] = [[] for _ in shapes]
+
+    def append(self, step: int, grads: Sequence[Tensor]) -> None:
+        """Add one record per layer."""
+        for records, grad, dtype in zip(self._records, grads, self.dtypes, strict=True):
+            records.append(encode(grad, dtype))
+        self.steps.append(step)
+
+    def read(self, layer: int, start: int, stop: int) -> Tensor:
+        """Return records (k, m, n) of a layer."""
+        chosen = self._records[layer][start:stop]
+        wide = torch.float32 if self.dtypes[layer] == torch.float16 else self.dtypes[layer]
+        return torch.stack([values.to(wide) * scale if scale != 1.0 else values.to(wide) for scale, values in chosen])
+
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        """Keep only these records, in these types."""
+        for layer, dtype in enumerate(dtypes):
+            records = [self._records[layer][index] for index in keep]
+            if dtype != self.dtypes[layer]:
+                records = [encode(values.double() * scale, dtype) for scale, values in records]
+            self._records[layer] = records
+        self.steps = [self.steps[index] for index in keep]
+        self.dtypes = list(dtypes)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class DiskStore:
+    """Records in a folder: one append-only file per layer, and one with the steps, written last.
+
+    A record counts once its step is in ``steps.bin``, so a crash in the middle of a step loses that step and nothing
+    else. The layers' files are read as memory maps.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> None:
+        self.path, self.names, self.shapes, self.dtypes = path, list(names), list(shapes), list(dtypes)
+        self.steps: list[int] = []
+        self._files: list[int] = []
+
+    @classmethod
+    def create(
+        cls, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]
+    ) -> DiskStore:
+        """Start a new folder.
+
+        Raises:
+            DataError: the folder holds a history already.
+        """
+        if (path / "history.json").exists():
+            raise DataError(
+                f"{path} holds a gradient history already; open it with GradientHistory.open, pick another path, or "
+                "remove it."
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        store = cls(path, names, shapes, dtypes)
+        store._describe()
+        store._open()
+        return store
+
+    @classmethod
+    def open(cls, path: Path) -> DiskStore:
+        """Open a folder that was written before, also after a crash.
+
+        Raises:
+            DataError: there is no history, or its description is damaged.
+        """
+        try:
+            text = json.loads((path / "history.json").read_text())
+            if text["format"] != _FORMAT or text["version"] != 1:
+                raise DataError(f"{path} was written by another version of kronscope: {text['format']} {text['version']}.")
+            layers = text["layers"]
+            store = cls(
+                path,
+                [layer["name"] for layer in layers],
+                [(layer["rows"], layer["cols"]) for layer in layers],
+                [getattr(torch, layer["dtype"]) for layer in layers],
+            )
+            store._generation = int(text["generation"])
+        except FileNotFoundError as error:
+            raise DataError(f"there is no gradient history in {path}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"the gradient history in {path} is damaged: {error}.") from error
+        raw = store._file("steps").read_bytes() if store._file("steps").exists() else b""
+        steps = np.frombuffer(raw[: len(raw) // 8 * 8], dtype=np.int64).tolist()
+        complete = [
+            store._file(str(index)).stat().st_size // record_bytes(shape, dtype) if store._file(str(index)).exists() else 0
+            for index, (shape, dtype) in enumerate(zip(store.shapes, store.dtypes, strict=True))
+        ]
+        store.steps = steps[: min([len(steps), *complete])]
+        store._trim()
+        store._open()
+        return store
+
+    _generation = 0
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name}.{self._generation}.bin"
+
+    def _describe(self) -> None:
+        layers = [
+            {"name": name, "rows": shape[0], "cols": shape[1], "dtype": str(dtype).removeprefix("torch.")}
+            for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
+        ]
+        text = {"format": _FORMAT, "version": 1, "generation": self._generation, "layers": layers}
+        temporary = self.path / "history.json.part"
+        temporary.write_text(json.dumps(text, indent=1))
+        temporary.replace(self.path / "history.json")
+
+    def _open(self) -> None:
+        names = [*(str(index) for index in range(len(self.shapes))), "steps"]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._files = [os.open(self._file(name), flags, 0o644) for name in names]
+
+    def _trim(self) -> None:
+        """Cut what a crash left behind after the last complete record."""
+        for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            _truncate(self._file(str(index)), len(self.steps) * record_bytes(shape, dtype))
+        _truncate(self._file("steps"), 8 * len(self.steps))
+
+    def append(self, step: int, grads: Sequence[Tensor]) -> None:
+        """Add one record per layer; the step is written last and makes them count."""
+        for file, grad, dtype in zip(self._files, grads, self.dtypes, strict=False):
+            scale, values = encode(grad, dtype)
+            head = np.float64(scale).tobytes() if dtype == torch.float16 else b""
+            _write(file, head + values.contiguous().cpu().numpy().tobytes())
+        _write(self._files[-1], np.int64(step).tobytes())
+        self.steps.append(step)
+
+    def read(self, layer: int, start: int, stop: int) -> Tensor:
+        """Return records (k, m, n) of a layer; a view of the file unless they are in half precision."""
+        (m, n), dtype = self.shapes[layer], self.dtypes[layer]
+        size = record_bytes((m, n), dtype)
+        # copy-on-write: torch wants memory it could write to, and the file must stay as it is
+        raw = np.memmap(self._file(str(layer)), np.uint8, "c", start * size, ((stop - start) * size,))
+        if dtype != torch.float16:
+            return torch.from_numpy(raw.view(_NUMPY[dtype]).reshape(-1, m, n))
+        rows = np.asarray(raw).reshape(stop - start, size)
+        scales = torch.from_numpy(rows[:, :8].copy().view(np.float64)).float().view(-1, 1, 1)
+        return torch.from_numpy(rows[:, 8:].copy().view(np.float16).reshape(-1, m, n)).float() * scales
+
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        """Keep only these records, in these types, in new files that replace the old ones at once."""
+        old_files = [self._file(name) for name in (*(str(i) for i in range(len(self.shapes))), "steps")]
+        new = DiskStore(self.path, self.names, self.shapes, dtypes)
+        new._generation = self._generation + 1
+        new._open()
+        for index in keep:
+            new.append(self.steps[index], [self.read(layer, index, index + 1)[0] for layer in range(len(self.shapes))])
+        new.close()
+        self.close()
+        self.dtypes, self.steps, self._generation = list(dtypes), new.steps, new._generation
+        self._describe()  # from here on the new files are the history
+        self._open()
+        for file in old_files:
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _truncate(path: Path, size: int) -> None:
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
+
+
+def to_state(store: Store, layers: int) -> dict[str, Any]:
+    """Return what a checkpoint needs: everything from memory, the number of records from disk."""
+    state: dict[str, Any] = {"steps": list(store.steps)}
+    if isinstance(store, MemoryStore):
+        count = len(store.steps)
+        state["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in store.dtypes]
+        state["grads"] = [store.read(layer, 0, count) if count else None for layer in range(layers)]
+    return state

@@ -1,0 +1,187 @@
+"""Measure Adagrad's matrix over a training run, from the gradients it recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronscope.approx import Approximation, Optimal, OptimalFit, get, singular_triples
+from kronscope.curvature import SecondMoment
+from kronscope.curvature.pairs import pair_squares
+from kronscope.errors import DataError, OptionError
+from kronscope.gradients.history import GradientHistory, history_weights
+from kronscope.gradients.stream import GradientStream
+from kronscope.kron import KroneckerProduct
+from kronscope.measures.curves import exponent_curve, kronecker_spectrum
+from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.progress import Bar
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Detail, Row
+
+__all__ = ["measure_history"]
+
+_DETAILS = ("spectrum", "exponents")
+
+
+def measure_history(
+    history: GradientHistory,
+    approximations: Sequence[str | Approximation] = ("optimal", "shampoo2", "shampoo"),
+    at: Sequence[int] | int | None = None,
+    *,
+    layers: Sequence[str] | None = None,
+    beta: float | None = None,
+    details: Sequence[str] = (),
+    progress: bool = True,
+) -> Results:
+    r"""Measure how well each approximation fits :math:`H_T = \sum_{t\le T} g_t g_t^\top`, for each step T asked for.
+
+    Exact when every step was recorded: norms and factors are carried on from one T to the next, and the optimal product
+    starts from the one before. With a thinned history the rows have standard errors. K-FAC has no batch gradients to
+    work with, so its cosine is NaN.
+
+    Args:
+        history: The recorded gradients.
+        approximations: Names or objects.
+        at: Steps T, counted from 1; None is the last.
+        layers: Which of the recorded layers; None takes all.
+        beta: Weigh the gradients as an exponential mean with this decay instead of Adagrad's plain sum.
+        details: Also compute ``"spectrum"`` (Figure 2) and ``"exponents"`` curves.
+        progress: Show a progress bar on a terminal.
+
+    Returns:
+        One row per layer, step and approximation, with ``truth="adagrad"``.
+
+    Raises:
+        OptionError: a step or option out of range.
+        DataError: nothing is recorded.
+        NonFiniteError: a recorded gradient is not finite.
+    """
+    if not history.total_steps or not len(history):
+        raise DataError("the gradient history is empty: take optimizer steps between attach and measure_history.")
+    if unknown := set(details) - set(_DETAILS):
+        raise OptionError(f"details of a history may be {_DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
+    steps = sorted({history.total_steps} if at is None else {at} if isinstance(at, int) else set(at))
+    if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
+        raise OptionError(
+            f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}."
+        )
+    chosen = [get(approximation) for approximation in approximations]
+    names = history.layers if layers is None else tuple(layers)
+    rows: list[Row] = []
+    curves: list[Detail] = []
+    partial = False
+    with Bar(progress) as bar:
+        bar.begin("Adagrad's matrix", len(names) * len(steps))
+        try:
+            for name in names:
+                running = _Running(history, name, beta)
+                for step in steps:
+                    streams = running.at(step, any(isinstance(item, Optimal) for item in chosen))
+                    condition = Condition(name, step, "adagrad", "real", 1, streams.truth.num_samples)
+                    rows.extend(layer_rows(streams, condition, chosen))
+                    for kind in details:
+                        values: dict[str, Any] = (
+                            kronecker_spectrum(streams.truth)
+                            if kind == "spectrum"
+                            else exponent_curve(streams.truth, streams.truth)
+                        )
+                        curves.append(Detail(name, step, "adagrad", "real", 1, kind, values))
+                    bar.step()
+        except KeyboardInterrupt:
+            partial = True
+    settings = {
+        "truth": "adagrad",
+        "steps recorded": f"{len(history)} of {history.total_steps}",
+        "every": history.every,
+        "weights": "sum" if beta is None else f"exponential mean, beta {beta}",
+        "approximations": [item.name for item in chosen],
+        "torch": torch.__version__,
+    }
+    return Results(rows, curves, settings, partial)
+
+
+class _Running:
+    """One layer's norm and factors, carried on from step to step."""
+
+    def __init__(self, history: GradientHistory, layer: str, beta: float | None) -> None:
+        self.history, self.layer, self.beta = history, layer, beta
+        self._count = 0
+        self._step = 0
+        self._norm_squared = 0.0
+        self._grams: tuple[Tensor, Tensor] | None = None
+        self._start: Tensor | None = None
+
+    def at(self, step: int, optimal: bool) -> LayerStreams:
+        """Return the layer's streams at a step, with what is known already filled in."""
+        stream = self.history.stream(self.layer, step, beta=self.beta)
+        thinned = stream.num_samples < step
+        self._advance(stream, step, with_norm=not thinned)
+        assert self._grams is not None
+        stream.memo["gram", 0], stream.memo["gram", 1] = self._grams
+        if not thinned:
+            stream.memo["norm_squared"] = self._norm_squared
+        if optimal:
+            self._fit_optimal(stream)
+        if not thinned:
+            return LayerStreams(stream, stream)
+        whole = history_weights(torch.arange(1, step + 1), step, self.beta)
+        share = float(whole.square().sum() / whole.sum() ** 2)
+        note = f"{stream.num_samples} of {step} steps were recorded"
+        return LayerStreams(stream, stream, "samples", note, share)
+
+    def _advance(self, stream: GradientStream, step: int, *, with_norm: bool) -> None:
+        """Add the gradients since the last step: ‖H_t‖² = γ²‖H_s‖² + 2 Σ_old,new + Σ_new,new."""
+        fade = 1.0 if self.beta is None or not self._count else float(self.beta ** (step - self._step))
+        known = self._count
+        chunks = list(stream)
+        fresh = [part for chunk in chunks if (part := _since(chunk, known)) is not None]
+        if with_norm:
+            total = fade * fade * self._norm_squared
+            for index, chunk in enumerate(fresh):
+                for other in fresh[index:]:
+                    total += (1.0 if other is chunk else 2.0) * _pair_total(chunk, other)
+                for old in chunks:
+                    if (past := _before(old, known)) is not None:
+                        total += 2.0 * _pair_total(chunk, past)
+            self._norm_squared = total
+        m, n = stream.shape
+        left, right = self._grams or (torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64))
+        left, right = fade * left, fade * right
+        if fresh:
+            news = SecondMoment(GradientStream(lambda: fresh, (m, n), stream.num_samples - known, 1, in_memory=True))
+            left, right = left + news.left(), right + news.right()
+        self._grams, self._count, self._step = (left, right), stream.num_samples, step
+
+    def _fit_optimal(self, stream: GradientStream) -> None:
+        solver = Optimal()
+        triple = singular_triples(
+            SecondMoment(stream),
+            1,
+            tolerance=solver.tolerance,
+            max_rounds=solver.max_rounds,
+            symmetric_only=True,
+            start=self._start,
+        )
+        sigma = float(triple.sigma[0])
+        self._start = triple.right[0]
+        product = KroneckerProduct(triple.left[0], triple.right[0], sigma)
+        stream.memo["optimal", solver] = OptimalFit(product, sigma, triple.residual, triple.rounds)
+
+
+def _since(chunk: Any, count: int) -> Any:
+    """The samples of a chunk numbered ``count`` and later."""
+    skip = max(0, count - int(chunk.samples[0]))
+    return chunk.part(skip, len(chunk.weights)) if skip < len(chunk.weights) else None
+
+
+def _before(chunk: Any, count: int) -> Any:
+    """The samples of a chunk numbered below ``count``."""
+    take = min(len(chunk.weights), count - int(chunk.samples[0]))
+    return chunk.part(0, take) if take > 0 else None
+
+
+def _pair_total(first: Any, second: Any) -> float:
+    return float(first.weights @ pair_squares(first, second) @ second.weights)

@@ -1,0 +1,191 @@
+"""What an optimizer's state looks like during a run: per layer, on request only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronscope.kron.roots import root_residual
+from kronscope.optim.apply import prepared_gradient
+from kronscope.optim.batched import direction
+from kronscope.optim.blocks import Layout, Tile
+from kronscope.optim.config import Hyper
+from kronscope.optim.explain import table
+from kronscope.optim.pieces import Tensors, batched_times, ridge_of, traces
+from kronscope.optim.soap_batched import soap_direction
+from kronscope.optim.stacks import block_key, factor_dtype
+
+__all__ = ["Diagnostics", "DiagnosticsRow", "diagnose"]
+
+
+@dataclass(frozen=True)
+class DiagnosticsRow:
+    """One parameter; where it has several blocks or sides, the worst of them.
+
+    Attributes:
+        name: The parameter's name, or its place.
+        step: Gradients seen.
+        condition: Largest over smallest eigenvalue of a factor, ridge included, at its last refresh.
+        effective_rank: The smallest ``(tr A)² / ‖A‖²`` of a factor, between 1 and its size.
+        staleness: Steps since the oldest root was taken.
+        residual: How far the stored roots are from those of the present factors.
+        update_ratio: Norm of a step, learning rate included, over the norm of the parameter.
+    """
+
+    name: str
+    step: int
+    condition: float
+    effective_rank: float
+    staleness: int
+    residual: float
+    update_ratio: float
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """The state of a run; ``str`` gives a table.
+
+    Attributes:
+        rows: One per parameter that has had a gradient.
+        skipped_steps: Steps skipped because a gradient was not finite.
+    """
+
+    rows: tuple[DiagnosticsRow, ...]
+    skipped_steps: int
+
+    def __str__(self) -> str:
+        """Return a table."""
+        header = ("parameter", "step", "condition", "effective rank", "staleness", "residual", "update/weight")
+        lines = [
+            (
+                row.name,
+                str(row.step),
+                f"{row.condition:.3g}",
+                f"{row.effective_rank:.1f}",
+                str(row.staleness),
+                f"{row.residual:.2g}",
+                f"{row.update_ratio:.2g}",
+            )
+            for row in self.rows
+        ]
+        return table(header, lines) + f"\nskipped steps: {self.skipped_steps}"
+
+
+@torch.no_grad()
+def diagnose(
+    entries: Sequence[tuple[str, Tensor, Layout, Hyper, dict[str, Any]]],
+    state: Mapping[Tensor, Tensors],
+    skipped_steps: int,
+) -> Diagnostics:
+    """Look at every parameter that has had a gradient.
+
+    Args:
+        entries: Name, parameter, layout, options and group of each parameter.
+        state: The optimizer's state.
+        skipped_steps: Steps that were skipped.
+    """
+    rows = []
+    for name, param, layout, hyper, group in entries:
+        tensors = state.get(param, {})
+        if "step" not in tensors:
+            continue
+        step = int(tensors["step"])
+        condition, rank, staleness, residual = math.nan, math.nan, 0, math.nan
+        for index, tile in enumerate(layout.tiles):
+            one = _tile_tensors(tensors, index)
+            for mode in tile.modes:
+                condition = _worst(condition, _condition(one, mode, hyper, step))
+                rank = -_worst(-rank, -_effective_rank(one[f"factor{mode}"]))
+                residual = _worst(residual, _residual(one, mode, hyper, step))
+                staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
+        rows.append(
+            DiagnosticsRow(
+                name, step, condition, rank, staleness, residual, _ratio(param, tensors, layout, hyper, group, step)
+            )
+        )
+    return Diagnostics(tuple(rows), skipped_steps)
+
+
+def _tile_tensors(tensors: Tensors, index: int) -> Tensors:
+    prefix = block_key(index, "")
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _worst(first: float, second: float) -> float:
+    return second if math.isnan(first) else first if math.isnan(second) else max(first, second)
+
+
+def _condition(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
+    if hyper.family == "soap":
+        values = torch.linalg.eigvalsh(state[f"factor{mode}"].double() / hyper.correction2(step)).clamp_min(0)
+        positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))
+        return float((values.amax(-1) / positive.amin(-1)).amax())
+    largest, smallest = state["spectrum"][:, mode, 1], state["spectrum"][:, mode, 2]
+    ratio = torch.where(smallest > 0, largest / smallest, torch.full_like(largest, math.nan))
+    return float(ratio.nan_to_num(nan=-1.0).amax()) if bool((smallest > 0).any()) else math.nan
+
+
+def _effective_rank(factors: Tensor) -> float:
+    wide = factors.double()
+    norms = wide.square().sum((-2, -1))
+    ranks = torch.where(norms > 0, traces(wide).square() / norms.clamp_min(torch.finfo(torch.float64).tiny), norms)
+    return float(ranks.amin())
+
+
+def _residual(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
+    factors = state[f"factor{mode}"] / hyper.correction2(step)
+    if hyper.family == "soap":
+        basis = state[f"basis{mode}"]
+        moved = factors @ basis
+        rest = moved - basis * (basis * moved).sum(-2, keepdim=True)
+        sizes = factors.norm(dim=(-2, -1)).clamp_min(torch.finfo(factors.dtype).tiny)
+        return float((rest.norm(dim=(-2, -1)) / sizes).amax())
+    if step < hyper.start:
+        return math.nan
+    largest = state["spectrum"][:, mode, 1]
+    return float(root_residual(factors, state[f"root{mode}"], hyper.exponent(mode), ridge_of(hyper), largest).amax())
+
+
+def _ratio(
+    param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int
+) -> float:
+    """Norm of the step the present state would make over that of the parameter; NaN where it needs a gradient."""
+    squares = 0.0
+    if layout.is_elementwise:
+        if hyper.is_sum:
+            denominator = (tensors["exp_avg_sq"] + hyper.eps).sqrt()
+        else:
+            denominator = (tensors["exp_avg_sq"] / hyper.correction2(step)).sqrt() + hyper.eps
+        update = tensors["exp_avg"] / (1 - hyper.beta1**step) / denominator
+        squares = float(update.nan_to_num(nan=0.0).double().square().sum())
+    for index, tile in enumerate(layout.tiles):
+        update_or_none = _peek(param, _tile_tensors(tensors, index), tile, layout, hyper, group, step)
+        if update_or_none is None:
+            return math.nan
+        squares += float(update_or_none.double().square().sum())
+    weight = float(param.detach().double().norm())
+    return float(group["lr"]) * math.sqrt(squares) / weight if weight > 0 else math.nan
+
+
+def _peek(
+    param: Tensor, state: Tensors, tile: Tile, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int
+) -> Tensor | None:
+    if hyper.published and step == 1:
+        return torch.zeros(1)
+    if hyper.beta1 > 0:
+        mean = state["exp_avg"]
+    elif param.grad is not None:
+        mean = tile.extract(prepared_gradient(param, group).to(factor_dtype(param)).reshape(layout.view))
+    else:
+        return None
+    if hyper.family == "soap":
+        if hyper.beta1 == 0:
+            for mode in tile.modes:
+                mean = batched_times(state[f"basis{mode}"].mT, mean, mode)
+        return soap_direction(state, mean, tile.modes, hyper, step)
+    return direction(state, mean, tile.factored, hyper, step, peek=True)

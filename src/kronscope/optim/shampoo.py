@@ -1,0 +1,102 @@
+"""Shampoo, in all its forms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+from kronscope.kron.roots import RootSolver
+from kronscope.optim.base import KroneckerOptimizer
+from kronscope.optim.config import Graft, Norm, Refresh, Trace, Warmup
+
+__all__ = ["Shampoo"]
+
+
+@final
+class Shampoo(KroneckerOptimizer):
+    r"""Precondition every matrix from both sides with powers of its gradients' Gram matrices.
+
+    With :math:`L = \mathrm{E}[G G^\top]`, :math:`R = \mathrm{E}[G^\top G]` (exponential means with ``betas[1]``, or
+    sums if that is 1), the mean :math:`M` of the gradients (``betas[0]``) and the exponent :math:`e` (``exponent``),
+
+    .. math:: W \leftarrow W - \eta\, s\, L^{e} M R^{e} ,
+
+    where :math:`s` is what ``scale`` says. The paper's view is that :math:`L \otimes R / \operatorname{tr} L` estimates
+    the curvature matrix, so :math:`e = -1/2` with ``scale="trace"`` is its inverse square root, on Adam's scale.
+
+    Args:
+        params: Parameters, named parameters (``model.named_parameters()``, which lets embeddings and heads be
+            recognised), or groups (:func:`kronscope.param_groups`).
+        lr: Learning rate :math:`\eta`, a number or a 0-D tensor. AdamW's works.
+        betas: Decay of the gradient mean, and of the factors; 1 for the second means sums, as in Adagrad.
+        eps: Absolute. With sums, factors start at ``eps`` times the identity and nothing else regularises; with means
+            it is Adam's eps (for grafts, and for parameters that get AdamW).
+        weight_decay: Weight decay :math:`\lambda`.
+        exponent: Exponent of each factor, or one per factor: -0.25 original Shampoo, -0.5 Shampoo².
+        scale: ``"trace"``, ``"adam"``, ``"adagrad"``, ``"rmsprop"``, ``"sgd"``, ``"norm"``, None, or an object
+            (:class:`Trace`, :class:`Graft`, :class:`Norm`).
+        refresh: Steps between two roots of a factor, staggered over factors, or an object (:class:`Every`,
+            :class:`Warmup`, :class:`Adaptive`).
+        damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
+        start: First preconditioned step; before it, the graft's (or a plain) step is made. ``math.inf`` is never.
+        block_size: Longest side of a block; None leaves matrices whole where the memory budget allows.
+        memory_budget: Bytes for a group's factors and roots; None allows 16 times the parameter, or 64 MiB.
+        power_rounds: Power-iteration rounds per update; more than one moves the factors towards the optimal
+            Kronecker product.
+        momentum: Heavy-ball momentum, after scaling.
+        nesterov: Nesterov's form of it.
+        decay: ``"decoupled"``, ``"coupled"`` (added to the gradient) or ``"cautious"`` (decoupled, only where it
+            agrees with the update).
+        maximize: Ascend.
+        method: ``"auto"`` gives 0-D and 1-D parameters, embeddings and heads AdamW; ``"kronecker"`` and ``"adam"``
+            decide for all.
+        view: ``"matrix"`` flattens from dimension 1, ``"modes"`` gives every dimension a factor.
+        merge: With ``"modes"``: neighbouring dimensions are merged while their product stays within this.
+        split: Number (or sizes) of row parts that are matrices of their own, as 3 for a fused qkv.
+        solver: ``"auto"``, or a root solver.
+        nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = Shampoo(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.operator(model.weight).shape
+    (2, 3)
+    """
+
+    family = "shampoo"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exponent: float | tuple[float, ...] = -0.5,
+        scale: str | Trace | Graft | Norm | None = Trace(bound=1.0),
+        refresh: int | Refresh = Warmup(30, 10),
+        damping: float = 1e-4,
+        start: float = 1,
+        block_size: int | None = None,
+        memory_budget: float | None = None,
+        power_rounds: int = 1,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
+        maximize: bool = False,
+        method: Literal["auto", "kronecker", "adam"] = "auto",
+        view: Literal["matrix", "modes"] = "matrix",
+        merge: int = 0,
+        split: int | tuple[int, ...] | None = None,
+        solver: Literal["auto"] | RootSolver = "auto",
+        nonfinite: Literal["skip", "raise"] = "skip",
+    ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        super().__init__(params, defaults)

@@ -1,0 +1,105 @@
+"""Which root solver to use: a table of measured times, and how to measure one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronscope.errors import OptionError
+from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, Roots, RootSolver
+
+__all__ = ["CostModel", "measure_solvers"]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A root solver that takes, for each size, the one that was measured to be fastest.
+
+    The table is data, not measured on the fly, so that a run and its continuation choose alike. On CPUs an
+    eigendecomposition is about ten times faster than the coupled Newton iteration at every size
+    (``benchmarks/optim_roots.py``), so the default has no other entry; make one for a device with
+    :func:`measure_solvers`.
+
+    Attributes:
+        newton: Pairs (device type, smallest size) from which on the coupled Newton iteration is faster.
+        tolerance: The residual above which a root is not used.
+
+    >>> CostModel(newton=(("cuda", 256),)).choice("cuda", 512, -0.5, Ridge(damping=1e-4))
+    CoupledNewton(iterations=60, tolerance=0.001, is_warm=False)
+    """
+
+    newton: tuple[tuple[str, int], ...] = ()
+    tolerance: float = 1e-3
+    is_warm: bool = False
+
+    def __post_init__(self) -> None:
+        """Make the table hashable, also when it was read from a file."""
+        object.__setattr__(self, "newton", tuple((str(kind), int(size)) for kind, size in self.newton))
+
+    def choice(self, device: str, size: int, exponent: float, ridge: Ridge) -> RootSolver:
+        """Return the solver for factors of this size."""
+        takes = exponent < 0 and abs(round(-1 / exponent) * exponent + 1) < 1e-9 and not ridge.is_pseudo_inverse
+        fast = any(kind == device and size >= least for kind, least in self.newton)
+        return CoupledNewton(tolerance=self.tolerance) if fast and takes else Eigh(tolerance=self.tolerance)
+
+    def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
+        """Return the roots of ``factors`` (B, d, d), each divided by its trace first."""
+        chosen = self.choice(factors.device.type, factors.shape[-1], exponent, ridge)
+        return chosen.solve(factors, exponent, ridge, warm)
+
+
+def measure_solvers(
+    device: str | torch.device = "cpu",
+    sizes: Sequence[int] = (64, 256, 1024),
+    *,
+    exponent: float = -0.5,
+    damping: float = 1e-4,
+    batch: int = 1,
+    repeats: int = 3,
+) -> tuple[CostModel, dict[int, dict[str, float]]]:
+    """Time the solvers on a device.
+
+    Args:
+        device: Where.
+        sizes: Sizes of the factors.
+        exponent: Exponent of the root.
+        damping: Relative ridge.
+        batch: Factors per call.
+        repeats: Calls of which the fastest counts.
+
+    Returns:
+        The cost model, and the seconds per factor by size and solver.
+
+    Raises:
+        OptionError: no size was given.
+    """
+    if not sizes:
+        raise OptionError("measure_solvers needs at least one size.")
+    place = torch.device(device)
+    generator = torch.Generator().manual_seed(0)
+    table: dict[int, dict[str, float]] = {}
+    for size in sorted(sizes):
+        rows = torch.randn(batch, size, 2 * size, generator=generator).to(place)
+        factors = rows @ rows.mT / (2 * size)
+        row = {}
+        for solver in (Eigh(float64=False), CoupledNewton()):
+            row[type(solver).__name__] = min(_seconds(solver, factors, exponent, damping) for _ in range(repeats)) / batch
+        table[size] = row
+    faster = [size for size, row in table.items() if row["CoupledNewton"] < row["Eigh"]]
+    return CostModel(((place.type, min(faster)),) if faster else ()), table
+
+
+def _seconds(solver: RootSolver, factors: Tensor, exponent: float, damping: float) -> float:
+    _wait(factors)
+    begin = time.perf_counter()
+    _wait(solver.solve(factors, exponent, Ridge(damping=damping)).matrices)
+    return time.perf_counter() - begin
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
