@@ -7,6 +7,7 @@ from the built-in exception a caller would otherwise expect, so ``except ValueEr
 from __future__ import annotations
 
 __all__ = [
+    "ConformanceError",
     "ConvergenceError",
     "DataError",
     "GradientError",
@@ -93,3 +94,7 @@ class GradientError(KronscopeError, RuntimeError):
 
 class StateError(KronscopeError, ValueError):
     """An optimizer's state is not there yet, or a saved one does not fit the model."""
+
+
+class ConformanceError(KronscopeError, AssertionError):
+    """An operator or approximation does not keep a promise that :mod:`kronscope.testing` checks."""

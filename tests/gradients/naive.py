@@ -37,7 +37,7 @@ def jacobian(model: nn.Module, call: Call, inputs: Any, spec: LayerSpec) -> tupl
     outputs = call(model, inputs)
     rows = []
     for index in range(outputs.numel()):
-        found = torch.autograd.grad(
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
             outputs.flatten()[index], [parameters[name] for name in names], retain_graph=True, allow_unused=True
         )
         grads = {

@@ -108,9 +108,7 @@ CASES: dict[str, tuple[Builder, list[str] | None, str | list[str]]] = {
     ),
     "channels last": (
         lambda: (
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(
-                memory_format=torch.channels_last
-            ),
+            _channels_last(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
             zoo.images(5, 3, 5, 4).to(memory_format=torch.channels_last),
         ),
         ["0.weight", "0.weight[1:3]"],
@@ -144,8 +142,13 @@ class _Bilinear(nn.Module):
         super().__init__()
         self.form = nn.Bilinear(2, 3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.form(x[:, :2], x[:, 2:])
+
+
+def _channels_last(model: Any) -> nn.Module:
+    converted: nn.Module = model.to(memory_format=torch.channels_last)
+    return converted
 
 
 def _trained(model: nn.Module) -> nn.Module:
@@ -246,20 +249,37 @@ def test_other_precisions(dtype: torch.dtype) -> None:
             assert close(stream_matrices(stream), truth[spec], {torch.float32: 1e-5}.get(dtype, 0.1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_float32_do_not_hide_that_the_model_is_coarse(dtype: torch.dtype) -> None:
+    class Upcast(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers(x).float()
+
+    layers = [module for _ in range(6) for module in (nn.Linear(16, 16), nn.GELU())]
+    model = Upcast(*layers, nn.Linear(16, 4)).to(dtype)
+    data = [(torch.randn(9, 16, dtype=dtype), torch.randint(0, 4, (9,)))]
+    recorder = Recorder(model, nn.CrossEntropyLoss(), data, resolve_layers(model))
+    assert {plan.backend for plan in recorder.plan()} == {HOOKS}
+    assert len(recorder.streams()) == 7
+
+
 def test_half_precision_survives_tiny_columns() -> None:
     # Confident predictions: columns near 1e-6, gradients near 1e-8 would underflow in float16.
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inner, outer = nn.Linear(4, 4), nn.Linear(4, 2)
+    model = nn.Sequential(inner, nn.Tanh(), outer)
     with torch.no_grad():
-        model[2].weight[0] += 6
-        model[2].weight[1] -= 6
-        model[0].bias.fill_(1.5)
+        outer.weight[0] += 6
+        outer.weight[1] -= 6
+        inner.bias.fill_(1.5)
     inputs, targets = torch.randn(3, 4) / 4, torch.tensor([0, 1, 0])
     specs = resolve_layers(model, ["0"])
     (full,) = Recorder(model, nn.CrossEntropyLoss(), [(inputs, targets)], specs).streams().values()
     for backend in ("hooks", "func"):
-        recorder = Recorder(
-            model.half(), nn.CrossEntropyLoss(), [(inputs.half(), targets)], specs, backend=backend
-        )
+        recorder = Recorder(model.half(), nn.CrossEntropyLoss(), [(inputs.half(), targets)], specs, backend=backend)
         (half,) = recorder.streams().values()
         assert float(stream_matrices(full).abs().max()) < 1e-9
         assert close(stream_matrices(half), stream_matrices(full), 0.2)
@@ -324,9 +344,7 @@ def test_longer_sequences_than_in_the_first_batch() -> None:
     data = [(short, targets[:4]), (long, targets[4:])]
     streams = Recorder(model, nn.CrossEntropyLoss(), data, specs).streams()
     for spec in specs:
-        truth = torch.cat(
-            [matrices(model, plain_call, nn.CrossEntropyLoss(), x, y, spec, "exact") for x, y in data]
-        )
+        truth = torch.cat([matrices(model, plain_call, nn.CrossEntropyLoss(), x, y, spec, "exact") for x, y in data])
         assert close(stream_matrices(streams[spec.name]), truth)
 
 

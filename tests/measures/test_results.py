@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -71,9 +72,8 @@ any_results = st.builds(Results, st.lists(rows, max_size=4), st.lists(details, m
 
 def test_columns_are_the_contract() -> None:
     frame = synthetic.one_step(2).to_pandas()
-    assert list(frame.columns) == (
-        "layer rows cols step truth labels batch_size approximation cosine stderr relative_error samples seconds"
-    ).split()
+    columns = "layer rows cols step truth labels batch_size approximation cosine stderr relative_error samples seconds"
+    assert " ".join(frame.columns) == columns
     assert len(frame) == 8
     assert frame["stderr"].isna().all()
     assert frame["cosine"].dtype == np.float64
@@ -189,7 +189,7 @@ def test_merge_keeps_common_settings_and_lists_the_others() -> None:
 
 
 def test_merge_refuses_another_model() -> None:
-    with pytest.raises(ResultsError, match="'fc.weight' is 10×64 in one and 3×64 in another"):
+    with pytest.raises(ResultsError, match=r"'fc.weight' is 10×64 in one and 3×64 in another"):
         Results(synthetic.make_rows()).merge(Results(synthetic.make_rows(shape=(3, 64))))
 
 
@@ -220,7 +220,7 @@ def test_a_file_round_trip(tmp_path: Path) -> None:
     head = json.loads(path.read_text())
     assert (head["format"], head["schema_version"], head["partial"]) == ("kronscope-results", 1, True)
     assert None in [row["cosine"] for row in head["rows"]]
-    assert os.listdir(path.parent) == ["run.json"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_one_row_is_one_line(tmp_path: Path) -> None:
@@ -265,10 +265,8 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) ->
 def test_every_cut_of_a_file_is_an_error_that_says_so() -> None:
     text = schema.dumps(Results(synthetic.make_rows(), settings={"a": [1, "b"]}))
     for end in range(2, len(text) - 2, 7):
-        with pytest.raises(ResultsError, match="cut short|not JSON|is damaged|holds other JSON"):
+        with pytest.raises(ResultsError, match="'x' is cut short: it ends in the middle of line"):
             schema.loads(text[:end], "x")
-    with pytest.raises(ResultsError, match="'x' is cut short: it ends in the middle of line"):
-        schema.loads(text[: len(text) // 2], "x")
 
 
 def test_missing_folders_and_binary_files(tmp_path: Path) -> None:
@@ -295,7 +293,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="power cut"):
         files.write_atomically(path, fail)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -355,8 +353,10 @@ def test_the_table_fits_and_holds_every_name_and_number(width: Any, columns: int
     assert "\x1b" not in text
     for row in results:
         assert f"{row.cosine:.4f}" in text
-    squeezed = re.sub(r"\s", "", "".join(line[:35].split(" × ")[0] for line in text.splitlines()))
-    assert "encoder.layer.3.mlp." in squeezed
+    # A long name goes on at the beginning of the next line.
+    starts = "".join(line.split()[0] for line in text.splitlines() if line and line[0] != " ")
+    for layer in results.layers:
+        assert layer in starts
 
 
 def test_few_approximations_stand_side_by_side(width: Any) -> None:
@@ -385,6 +385,18 @@ def test_steps_are_lines_when_there_are_several(width: Any) -> None:
     assert "fitted on real labels, batch size 256" in text
 
 
+def test_a_layers_steps_stand_together_however_they_were_merged(width: Any) -> None:
+    width(100)
+    parts = [Results(synthetic.make_rows(layer, steps=(step,))) for step in (5, 0) for layer in "ab"]
+    lines = [line.split() for line in str(parts[0].merge(*parts[1:])).splitlines()]
+    assert [(line[0], line[4]) for line in lines if line and line[0] in "ab"] == [
+        ("a", "0"),
+        ("a", "5"),
+        ("b", "0"),
+        ("b", "5"),
+    ]
+
+
 def test_nan_is_a_dash_with_its_reason_below(width: Any) -> None:
     width(120)
     text = str(synthetic.transformer_run())
@@ -402,8 +414,9 @@ def test_a_long_table_is_cut_and_says_so(width: Any) -> None:
     many = Results([row for layer in "abcd" for row in synthetic.make_rows(layer, steps=range(50))])
     lines = [line.split()[4] for line in str(many).splitlines() if re.match(r"[abcd] ", line)]
     assert lines == ["0", "24", "49"] * 4
-    one = [line.split()[0] for line in str(Results(synthetic.make_rows(steps=range(500)))).splitlines()]
+    one = [line.split()[0] for line in str(Results(synthetic.make_rows(steps=range(500)))).splitlines() if line]
     assert {"0", "499"} <= set(one)
+    assert len(one) < 70
 
 
 @pytest.mark.parametrize(
@@ -424,10 +437,9 @@ def test_it_says_which_question_it_answers(settings: dict[str, Any], error: floa
 def test_the_best_attainable_one_is_marked_on_a_terminal() -> None:
     from rich.console import Console
 
-    console = Console(force_terminal=True, color_system="standard", width=100, record=True, file=open(os.devnull, "w"))
-    with console.file:
-        console.print(synthetic.one_step(2))
-        html = console.export_html(inline_styles=True)
+    console = Console(force_terminal=True, color_system="standard", width=100, record=True, file=io.StringIO())
+    console.print(synthetic.one_step(2))
+    html = console.export_html(inline_styles=True)
     best = re.findall(r"font-weight: bold\">\s*(0\.\d{4})", html)
     shampoo2 = [f"{row.cosine:.4f}" for row in synthetic.one_step(2) if row.approximation == "shampoo2"]
     assert best == shampoo2

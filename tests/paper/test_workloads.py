@@ -249,22 +249,22 @@ def test_small_scale_keeps_optimizer_and_measures_at_five_steps_or_more(name):
 def test_everything_cut_is_listed():
     settings = scaled("imagenet-convnext")
     assert settings.cuts == (
-        "steps 50000 -> 300",
-        "batch 2048 -> 32",
+        "steps 50000 -> 100",
+        "batch 2048 -> 128",
         "samples 2048 -> 128",
         "image size 224 -> 64",
     )
-    tiny = _blank("tiny-imagenet", "Tiny ImageNet (100 images, 200 classes)", classes=200, size=32, images=100)
-    on = settings.on(tiny)
+    tiny = _blank("tiny-imagenet", "Tiny ImageNet (130 images, 200 classes)", classes=200, size=32, images=130)
+    on = scaled("imagenet-convnext", samples=500).on(tiny)
     assert on.cuts == (
-        "data ImageNet -> Tiny ImageNet (100 images, 200 classes)",
-        "steps 50000 -> 300",
-        "batch 2048 -> 32",
+        "data ImageNet -> Tiny ImageNet (130 images, 200 classes)",
+        "steps 50000 -> 100",
+        "batch 2048 -> 128",
         "classes 1000 -> 200",
         "image size 224 -> 32",
-        "samples 2048 -> 100",
+        "samples 2048 -> 130",
     )
-    assert (on.samples, on.image_size) == (100, 32)
+    assert (on.samples, on.image_size) == (130, 32)
     assert scaled("mnist2", batch=100).cuts[0] == "batch all -> 100"
     assert scaled("cifar-vit", "paper", steps=20_000).cuts == ("steps 10000 -> 20000",)
 

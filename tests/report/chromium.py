@@ -145,6 +145,7 @@ class Browser:
 
     def scheme(self, name: str) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        self.settle()
 
     def texts(self, selector: str) -> list[str]:
         found: list[str] = self.run(

@@ -112,6 +112,6 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
 
 
 def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
-    wide = factors.sum(2, keepdim=True) if reduce else factors
-    flat = (wide.double() * weights.sqrt().view(-1, 1, 1, 1)).reshape(-1, factors.shape[-1])
+    wide = factors.sum(2, keepdim=True, dtype=torch.float64) if reduce else factors.double()
+    flat = (wide * weights.sqrt().view(-1, 1, 1, 1)).reshape(-1, factors.shape[-1])
     return symmetric_product(flat)

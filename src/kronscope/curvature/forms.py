@@ -1,7 +1,7 @@
 r"""Which form of the atoms is cheapest: factored as captured, or with every gradient formed once.
 
-The counts are multiply-adds for the usual work on a layer: the Gram matrix of its atoms (half of it, by symmetry) and
-about four contractions with a factor.
+The two kinds of work are priced apart, in multiply-adds: the Gram matrix of the atoms (half of it, by symmetry), and
+contractions with a factor, of which a layer usually needs about four.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ class FormPlan:
     """The choice for one layer, and what it was based on.
 
     Attributes:
-        form: ``"factored"`` or ``"dense"``.
-        factored_cost: Multiply-adds when the factors are used as they are.
-        dense_cost: Multiply-adds when each gradient is formed first.
+        gram: ``"factored"`` or ``"dense"``: how inner products between samples are taken.
+        contraction: ``"factored"`` or ``"dense"``: how contractions with a factor are done.
+        costs: Multiply-adds of (gram factored, gram dense, contractions factored, contractions dense).
     """
 
-    form: str
-    factored_cost: float
-    dense_cost: float
+    gram: str
+    contraction: str
+    costs: tuple[float, float, float, float]
 
     def __str__(self) -> str:
-        """Say the choice and both costs."""
-        return f"{self.form} (factored {self.factored_cost:.2g}, dense {self.dense_cost:.2g} multiply-adds)"
+        """Say the choice and the costs."""
+        texts = [f"{cost:.2g}" for cost in self.costs]
+        return (
+            f"Gram {self.gram} (factored {texts[0]}, dense {texts[1]}), "
+            f"contractions {self.contraction} (factored {texts[2]}, dense {texts[3]} multiply-adds)"
+        )
 
 
 def plan_form(shape: tuple[int, int], positions: int, columns: int, num_samples: int) -> FormPlan:
@@ -41,16 +45,27 @@ def plan_form(shape: tuple[int, int], positions: int, columns: int, num_samples:
         columns: Columns c of each sample.
         num_samples: Samples N.
 
-    >>> plan_form((512, 784), positions=1, columns=9, num_samples=1024).form
-    'factored'
-    >>> plan_form((64, 576), positions=256, columns=9, num_samples=256).form
-    'dense'
+    >>> plan = plan_form((512, 784), positions=1, columns=9, num_samples=1024)
+    >>> plan.gram, plan.contraction
+    ('factored', 'factored')
+    >>> plan = plan_form((512, 512), positions=65, columns=9, num_samples=128)
+    >>> plan.gram, plan.contraction
+    ('dense', 'factored')
     """
     m, n = shape
     t, c, samples = positions, columns, num_samples
     pairs = samples * samples / 2
-    dense = pairs * c * c * m * n + _CONTRACTIONS * samples * c * m * n * (m + n) + samples * c * t * m * n
-    gram = t * t * (c * c * m + n) if t > 1 else c * c * m + n
+    forming = samples * c * t * m * n
+    gram_factored = pairs * (t * t * (c * c * m + n) if t > 1 else c * c * m + n)
+    gram_dense = pairs * c * c * m * n + forming
     contraction = t * (n * n + c * m * m) + (t * t * (n + c * m) if t > 1 else 0)
-    factored = pairs * gram + _CONTRACTIONS * samples * contraction
-    return FormPlan("factored" if factored <= dense else "dense", float(factored), float(dense))
+    contraction_factored = float(_CONTRACTIONS * samples * contraction)
+    contraction_dense = float(_CONTRACTIONS * samples * c * m * n * (m + n))
+    gram = "factored" if gram_factored <= gram_dense else "dense"
+    # what the Gram matrix had formed already costs the contractions nothing
+    extra = 0 if gram == "dense" else forming
+    return FormPlan(
+        gram,
+        "factored" if contraction_factored <= contraction_dense + extra else "dense",
+        (float(gram_factored), float(gram_dense), contraction_factored, contraction_dense),
+    )

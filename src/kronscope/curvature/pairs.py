@@ -63,11 +63,15 @@ def _block_sums(values: Tensor, c: int, d: int) -> Tensor:
 def _dense_pairs(first: DenseAtoms, second: DenseAtoms) -> Tensor:
     c, d = first.columns, second.columns
     one, two = first.grads.flatten(2).flatten(0, 1), second.grads.flatten(2).flatten(0, 1)
-    if one.shape[0] * two.numel() < _SMALL_TILE:
-        one, two = one.double(), two.double()
+    common = torch.promote_types(one.dtype, two.dtype)
+    if one.shape[0] * two.numel() < _SMALL_TILE or common == torch.float64:
+        return _block_sums((one.double() @ two.double().T).square_(), c, d)
     # in large tiles float32 gradients are multiplied in float32, at twice the speed: an entry's rounding is 1e-7 of its
-    # samples' norms, and squares are summed in float64
-    return _block_sums((one @ two.T).square_(), c, d)
+    # samples' norms, and squares are summed in float64. The squares are of the fourth degree, so that gradients of
+    # 1e-10 would leave float32's range if they were not scaled first.
+    scales = [float(part.abs().max().clamp_min(torch.finfo(common).tiny)) for part in (one, two)]
+    products = (one / scales[0]) @ (two / scales[1]).T
+    return _block_sums(products.square_(), c, d) * (scales[0] * scales[1]) ** 2
 
 
 def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:

@@ -2,6 +2,7 @@ r"""The second-moment matrix of a gradient stream and everything that can be sai
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -65,8 +66,7 @@ class SecondMoment:
 
         def compute() -> float:
             # the trace of either factor; the smaller one is the cheaper
-            small = self.left() if self.shape[0] <= self.shape[1] else self.right()
-            return float(small.diagonal().sum())
+            return float(self._contract(0 if self.shape[0] <= self.shape[1] else 1, None).diagonal().sum())
 
         return self._once("trace", compute)
 
@@ -127,15 +127,16 @@ class SecondMoment:
 
     def left(self, R: Tensor | None = None) -> Tensor:
         r"""Return :math:`\sum w\, G R G^\top` (m, m); ``R`` defaults to the identity."""
-        return self._contract(0, R)
+        # what is remembered is not handed out, so that readers may change what they get
+        return self._contract(0, R) if R is not None else self._contract(0, None).clone()
 
     def right(self, L: Tensor | None = None) -> Tensor:
         r"""Return :math:`\sum w\, G^\top L G` (n, n); ``L`` defaults to the identity."""
-        return self._contract(1, L)
+        return self._contract(1, L) if L is not None else self._contract(1, None).clone()
 
     def factors(self) -> tuple[PsdFactor, PsdFactor]:
         """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
-        return self._once("factors", lambda: (PsdFactor(self.left()), PsdFactor(self.right())))
+        return self._once("factors", lambda: (PsdFactor(self._contract(0, None)), PsdFactor(self._contract(1, None))))
 
     def matvec(self, V: Tensor) -> Tensor:
         r"""Return :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
@@ -161,7 +162,7 @@ class SecondMoment:
                     total = total.to(summed.device) + scale * summed
             return total
 
-        return self._once("mean", compute)
+        return self._once("mean", compute).clone()
 
     def table(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         r"""Return :math:`\Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2` (m, n), the diagonal of H in an eigenbasis.
@@ -181,7 +182,7 @@ class SecondMoment:
             assert isinstance(total, Tensor)
             return total, (left, right)  # the bases are kept so that their ids stay theirs
 
-        return self._once(("table", id(left), id(right)), compute)[0]
+        return self._once(("table", id(left), id(right)), compute)[0].clone()
 
     def has_table(self, left: Tensor | None, right: Tensor | None) -> bool:
         """Whether :meth:`table` is known already for these bases."""
@@ -234,7 +235,9 @@ class SecondMoment:
         other = SecondMoment(self.stream.reweighted(weights))
         kernels = self.stream.memo.get("kernels")
         if kernels is not None:
-            other.stream.memo["kernels"] = (*kernels[:2], weights.to(kernels[2]))
+            # kernels are in the order of the chunks, weights in that of the sample numbers
+            numbers = torch.cat([chunk.samples for chunk in self.stream])
+            other.stream.memo["kernels"] = (*kernels[:2], weights.to(kernels[2])[numbers])
         formed = self.stream.memo.get("dense chunks")
         if formed is not None:
             other.stream.memo["dense chunks"] = [
@@ -272,7 +275,7 @@ class SecondMoment:
         def compute() -> FormPlan:
             first = next(iter(self.stream))
             if isinstance(first, DenseAtoms):
-                return FormPlan("dense", math.inf, 0.0)
+                return FormPlan("dense", "dense", (math.inf, 0.0, math.inf, 0.0))
             return plan_form(self.shape, first.positions, first.columns, self.stream.num_samples)
 
         return self._once("plan", compute)
@@ -284,10 +287,11 @@ class SecondMoment:
         return value
 
     def _chunks(self) -> Iterator[Atoms]:
-        """Iterate the chunks in the planned form; formed gradients are kept while they fit."""
-        if self.plan().form == "factored":
-            yield from self.stream
-            return
+        """Iterate the chunks in the form planned for contractions."""
+        return iter(self.stream) if self.plan().contraction == "factored" else self._formed()
+
+    def _formed(self) -> Iterator[Atoms]:
+        """Iterate the chunks as whole gradients, which are kept between passes while they fit."""
         kept: list[Atoms] | None = self.stream.memo.get("dense chunks")
         if kept is not None:
             yield from kept
@@ -306,19 +310,25 @@ class SecondMoment:
 
     def _tiles(self) -> Iterator[tuple[Atoms, Atoms, bool]]:
         """Yield each unordered pair of chunks once, with whether it is a chunk with itself."""
-        if self.stream.in_memory:
-            chunks = list(self._chunks())
-            if len(chunks) == 1 and len(chunks[0].weights) > 1:
-                # cut a lone chunk, so that the symmetric half is saved here too
-                chunks = list(_split(chunks[0], 8))
-            for i, first in enumerate(chunks):
-                for j in range(i, len(chunks)):
-                    yield first, chunks[j], i == j
+        factored = self.plan().gram == "factored"
+        lone = next(iter(self.stream))
+        if len(lone.weights) == self.stream.num_samples > 1:
+            # cut a lone chunk, so that the symmetric half is saved here too
+            whole = lone if factored else next(self._formed())
+            pieces = list(_split(whole, 8))
+            yield from ((first, pieces[j], i == j) for i, first in enumerate(pieces) for j in range(i, len(pieces)))
             return
-        for i, first in enumerate(self._chunks()):
-            for j, second in enumerate(self._chunks()):
-                if j >= i:
-                    yield first, second, i == j
+        for i, first in enumerate(iter(self.stream) if factored else self._formed()):
+            for j, second in enumerate(self._later(i, first, factored), start=i):
+                yield first, second, i == j
+
+    def _later(self, index: int, first: Atoms, factored: bool) -> Iterator[Atoms]:
+        """The chunk itself and those after it; earlier ones are passed over before anything is formed of them."""
+        yield first
+        kept: list[Atoms] | None = None if factored else self.stream.memo.get("dense chunks")
+        source = iter(self.stream) if kept is None else iter(kept)
+        for atoms in itertools.islice(source, index + 1, None):
+            yield atoms if factored else atoms.dense()
 
     def _contract(self, mode: int, other: Tensor | None) -> Tensor:
         if other is None:

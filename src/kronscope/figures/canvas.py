@@ -111,7 +111,7 @@ def cosine_limits(values: Iterable[float]) -> tuple[float, float]:
     if low >= 0.8:
         gap = max(1.0 - low, 1e-3)
         return 1.0 - 1.25 * gap, max(1.0 + 0.1 * gap, max(finite) + 0.05 * gap)
-    return min(0.0, low - 0.03), max(1.03, max(finite, default=1.0) + 0.03)
+    return low - 0.03 if low < 0 else 0.0, max(1.03, max(finite, default=1.0) + 0.03)
 
 
 def set_cosine_axis(axes: Axes, limits: tuple[float, float], *, label: bool = True) -> None:
@@ -191,6 +191,9 @@ def legend_below(figure: Figure, *, rows: Iterable[Row] = ()) -> None:
     room = figure.get_size_inches()[0] * 13
     lengths = [len(label) + 8 for label in entries]
     columns = len(entries) if sum(lengths) <= room else max(1, int(room // max(lengths)))
+    # Further lines of the legend must not take their room from the panels.
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.19 * (math.ceil(len(entries) / columns) - 1))
     figure.legend(
         list(entries.values()),
         list(entries),

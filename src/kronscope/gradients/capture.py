@@ -153,10 +153,10 @@ class Recorder:
         assert self._probe_batch is not None
         self._probe_size: int = _entries_per_sample(self._probe_batch)
         self._routes: Routes = self._choose(specs, backend, skip_unreached)
-        self.unreached = tuple(self._routes.unreached)
+        self.unreached: tuple[str, ...] = tuple(self._routes.unreached)
         self.specs: tuple[LayerSpec, ...] = tuple(spec for spec in specs if spec.name in self._routes.by_layer)
         outputs = self._routes.outputs
-        self.classes = outputs[1] if len(outputs) > 1 else 1
+        self.classes: int = outputs[1] if len(outputs) > 1 else 1
         self.exact_columns: int = self._loss.exact_columns(outputs, self._terms)
         self._probe_batch = None
 
@@ -239,8 +239,7 @@ class Recorder:
         assert self._probe_batch is not None
         with untouched(self._model, self._parameters.values()):
             batch = self._probe_batch.to(self._device)
-            with torch.no_grad():
-                self._loss.check(self._forward.outputs(batch), batch.targets)
+            self._loss.check(self._forward.outputs(batch), batch.targets)
             routes = choose_routes(self._forward, specs, self._parameters, batch, backend)
         for spec in specs:
             if spec.name in routes.unreached and self._reached_somewhere(spec):
@@ -336,20 +335,19 @@ class Recorder:
         watched = [name for spec in parts["hooks"] for name in spec.parameters]
         with untouched(self._model, own.values()):
             chunk = chunk.to(self._device)
-            captured = ChunkCapture(self._forward, self._routes, chunk, own, watched)
+            captured = ChunkCapture(self._forward, self._routes, chunk, own, watched, 1 / self.num_samples)
             columns = self._columns(captured.outputs, chunk, request)
-            weights = torch.full(
-                (chunk.size,), 1 / self.num_samples, dtype=torch.float64, device=captured.outputs.device
-            )
+            for spec in captured.misfits(parts["hooks"]):
+                parts["loop"][spec] = parts["hooks"].pop(spec)
             atoms = {
-                **captured.by_hooks(parts["hooks"], columns, weights),
-                **captured.by_func(parts["func"], columns, weights),
-                **captured.by_loop(parts["loop"], columns, weights),
+                **captured.by_hooks(parts["hooks"], columns),
+                **captured.by_func(parts["func"], columns),
+                **captured.by_loop(parts["loop"], columns),
             }
             for spec in request.specs:
                 check_finite(atoms[spec.name], spec.name, chunk.describe())
             fast = [*parts["hooks"], *parts["func"]]
-            if checked and fast and chunk.size > 1:
+            if fast and chunk.size > 1 and (checked or self._routes.depends_on_data):
                 captured.spot_check(fast, atoms, columns)
         return atoms
 

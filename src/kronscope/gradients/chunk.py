@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from kronscope.errors import ModelError, NonFiniteError
 from kronscope.gradients.assemble import Assembler, DenseAssembler, FactoredAssembler, pieces_of
@@ -16,7 +17,7 @@ from kronscope.gradients.interception import UseRecorder
 from kronscope.gradients.labels import Columns
 from kronscope.gradients.layouts import Layout
 from kronscope.gradients.matrices import LayerSpec
-from kronscope.gradients.probe import Routes, UseKey, leading_shape, matches
+from kronscope.gradients.probe import Routes, UseKey, agree, leading_shape, matches
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.uses import Use
 
@@ -32,6 +33,7 @@ class ChunkCapture:
         batch: The samples.
         parameters: The parameters of the layers to capture; they require gradients.
         watched: Those whose uses are to be recorded.
+        weight: The weight of every sample.
 
     Attributes:
         outputs: The model's outputs.
@@ -44,6 +46,7 @@ class ChunkCapture:
         batch: Batch,
         parameters: Mapping[str, Tensor],
         watched: Sequence[str],
+        weight: float,
     ) -> None:
         self._forward, self._routes, self._batch, self._parameters = forward, routes, batch, parameters
         self._uses: list[Use] = []
@@ -53,37 +56,78 @@ class ChunkCapture:
                 self.outputs = forward.outputs(batch)
             self._uses = recorder.uses
         else:
-            with torch.no_grad():
-                self.outputs = forward.outputs(batch)
+            # Not under no_grad: a model may take derivatives itself.
+            self.outputs = forward.outputs(batch).detach()
+        device = self.outputs.device
+        self._weights = torch.full((batch.size,), weight, dtype=torch.float64, device=device)
+        self._numbers = batch.samples.to(device)
+        self._layouts: dict[UseKey, Layout] = dict(routes.layouts)
+        for use in self._uses:
+            # A longer unrolling than in the probe goes on as it began.
+            known = {layout for key, layout in routes.layouts.items() if key[0] == use.place.parameter}
+            if len(known) == 1:
+                self._layouts.setdefault((use.place.parameter, use.place.ordinal), next(iter(known)))
 
-    def by_hooks(
-        self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns, weights: Tensor
-    ) -> dict[str, Atoms]:
+    def misfits(self, specs: Collection[LayerSpec]) -> list[LayerSpec]:
+        """The layers that cannot be put together from the uses in this chunk, though they could in the probe."""
+        strange = {
+            use.place.parameter
+            for use in self._uses
+            if (layout := self._layouts.get((use.place.parameter, use.place.ordinal))) is None
+            or not layout.fits(leading_shape(use), self._batch.size)
+            or use.place.overwritten
+        }
+        if self._routes.depends_on_data and self._batch.size > 1:
+            strange |= self._misplaced(strange)
+        used = {use.place.parameter for use in self._uses}
+        return [
+            spec for spec in specs if strange.intersection(spec.parameters) or not used.intersection(spec.parameters)
+        ]
+
+    def _misplaced(self, ignored: Collection[str]) -> set[str]:
+        """Parameters with a use whose layout is wrong here.
+
+        Pulling back the outputs of every sample times a number of its own must multiply the gradients at its positions
+        by that number.
+        """
+        uses = [use for use in self._uses if use.place.parameter not in ignored]
+        if not uses:
+            return set()
+        samples, dtype = self._batch.size, self._routes.dtype
+        generator = torch.Generator().manual_seed(self._batch.first)
+        vectors = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64)
+        factors = 1 + torch.rand(samples, generator=generator, dtype=torch.float64)
+        scaled = vectors * factors.reshape(-1, *[1] * (vectors.dim() - 1))
+        edges = [use.place.edge for use in uses]
+        plain, multiplied = (self._pull(edges, v.to(self.outputs), keep=True) for v in (vectors, scaled))
+        wrong = set()
+        for use, one, other in zip(uses, plain, multiplied, strict=True):
+            if one is None or other is None:
+                continue
+            layout = self._layouts[use.place.parameter, use.place.ordinal]
+            expected, found = (use.grad_side(grad, layout, samples) for grad in (one, other))
+            if not agree(found, expected * factors.to(expected)[:, None, None], dtype):
+                wrong.add(use.place.parameter)
+        return wrong
+
+    def by_hooks(self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns) -> dict[str, Atoms]:
         """Pull columns back to the outputs of all uses; ``layers`` gives each layer's form and type."""
         if not layers:
             return {}
-        layouts = self._layouts()
-        samples = self._batch.size
         assemblers: dict[LayerSpec, Assembler] = {}
         for spec, (form, dtype) in layers.items():
-            pieces = pieces_of(spec, self._uses, layouts)
-            if not pieces:
-                raise ModelError(_CHANGED.format(name=spec.name, samples=self._batch.describe()))
+            pieces = pieces_of(spec, self._uses, self._layouts)
             kind = DenseAssembler if form == "dense" else FactoredAssembler
-            assemblers[spec] = kind(spec, pieces, samples, columns.count, dtype)
+            assemblers[spec] = kind(spec, pieces, self._batch.size, columns.count, dtype)
         edges = [use.place.edge for use in self._uses]
         for index, column in enumerate(columns):
             vectors, unscale = self._scaled(column)
-            grads = torch.autograd.grad(
-                self.outputs, edges, vectors, retain_graph=index + 1 < columns.count, allow_unused=True
-            )
+            grads = self._pull(edges, vectors, keep=index + 1 < columns.count)
             for assembler in assemblers.values():
                 assembler.add(index, grads, unscale)
-        return {spec.name: assembler.finish(weights, self._batch.samples) for spec, assembler in assemblers.items()}
+        return {spec.name: assembler.finish(self._weights, self._numbers) for spec, assembler in assemblers.items()}
 
-    def by_func(
-        self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns, weights: Tensor
-    ) -> dict[str, Atoms]:
+    def by_func(self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns) -> dict[str, Atoms]:
         """Whole gradients of all samples at once."""
         if not layers:
             return {}
@@ -96,12 +140,10 @@ class ChunkCapture:
             for index, (_, unscale) in enumerate(scaled):
                 if unscale is not None:
                     grads[:, index] *= unscale[:, None, None]
-            atoms[spec.name] = DenseAtoms(grads, weights, self._batch.samples)
+            atoms[spec.name] = DenseAtoms(grads, self._weights, self._numbers)
         return atoms
 
-    def by_loop(
-        self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns, weights: Tensor
-    ) -> dict[str, Atoms]:
+    def by_loop(self, layers: Mapping[LayerSpec, tuple[str, torch.dtype]], columns: Columns) -> dict[str, Atoms]:
         """Whole gradients, one sample after the other."""
         if not layers:
             return {}
@@ -123,7 +165,7 @@ class ChunkCapture:
                     target[sample, index] = spec.gather(whole)
                     if unscale is not None:
                         target[sample, index] *= unscale[sample]
-        return {spec.name: DenseAtoms(values, weights, self._batch.samples) for spec, values in grads.items()}
+        return {spec.name: DenseAtoms(values, self._weights, self._numbers) for spec, values in grads.items()}
 
     def spot_check(self, specs: Sequence[LayerSpec], atoms: Mapping[str, Atoms], columns: Columns) -> None:
         """Compare one sample's atoms, randomly mixed over columns, with plain autograd on that sample alone.
@@ -146,25 +188,15 @@ class ChunkCapture:
         for spec in specs:
             expected = spec.gather(whole)
             # An alarm here ends the measurement, so it must not be a false one.
-            if not matches(atoms[spec.name], pick, expected, self.outputs.dtype, mix / largest, lenience=10.0):
+            if not matches(atoms[spec.name], pick, expected, self._routes.dtype, mix / largest, lenience=10.0):
                 raise ModelError(_CHANGED.format(name=spec.name, samples=self._batch.describe()))
 
-    def _layouts(self) -> dict[UseKey, Layout]:
-        """The layouts of all uses; a longer unrolling than in the probe goes on as it began."""
-        layouts = dict(self._routes.layouts)
-        for use in self._uses:
-            name, ordinal = use.place.parameter, use.place.ordinal
-            known = {layout for key, layout in self._routes.layouts.items() if key[0] == name}
-            if (name, ordinal) not in layouts and len(known) == 1:
-                layouts[name, ordinal] = next(iter(known))
-            layout = layouts.get((name, ordinal))
-            if layout is None or not layout.fits(leading_shape(use), self._batch.size) or use.place.overwritten:
-                raise ModelError(_CHANGED.format(name=name, samples=self._batch.describe()))
-        return layouts
+    def _pull(self, edges: list[GradientEdge], vectors: Tensor, keep: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(self.outputs, edges, vectors, retain_graph=keep, allow_unused=True)
 
     def _scaled(self, column: Tensor) -> tuple[Tensor, Tensor | None]:
         """The column in the outputs' type; in half precision enlarged against underflow, with the factor to undo it."""
-        if self.outputs.dtype != torch.float16:
+        if self._routes.dtype != torch.float16:
             return column.to(self.outputs), None
         largest = column.abs().flatten(1).amax(1)
         exponent = torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
@@ -175,7 +207,7 @@ class ChunkCapture:
 
 _CHANGED = (
     "The gradients of layer {name!r} for samples {samples} do not agree with those of one sample alone, though they "
-    "did for the first samples: the model's computation depends on the data. Use backend='func'."
+    "did for the first samples: the model computes something else now. Measure it with batches of one sample."
 )
 
 

@@ -63,6 +63,11 @@ class Forward(nn.Module):
             )
         return logits
 
+    def precision(self, outputs: Tensor) -> torch.dtype:
+        """The coarsest floating-point type among parameters and outputs: it decides how large rounding errors are."""
+        types = {outputs.dtype, *(p.dtype for p in self.model.parameters() if p.is_floating_point())}
+        return max(types, key=lambda dtype: torch.finfo(dtype).eps)
+
 
 def common_device(model: nn.Module) -> torch.device | None:
     """The device of the parameters if there is exactly one."""

@@ -104,24 +104,25 @@ _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 def _module_state(module: nn.Module) -> Callable[[], None]:
     attributes = {key: value for key, value in vars(module).items() if key not in _OWN_TABLES}
-    buffers = {
-        name: (buffer, None if buffer is None else buffer.detach().clone(), _version(buffer))
-        for name, buffer in module._buffers.items()
-    }
+    # A scripted module has no dictionary of its own; its buffers are then restored by value.
+    table: Any = module._buffers
+    own: dict[str, Tensor | None] = table if isinstance(table, dict) else {}
+    entries = dict(own)
+    values = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in module.buffers(recurse=False)]
     # An embedding with max_norm rescales its own weight in the forward pass.
     rescaled = getattr(module, "max_norm", None) is not None
     weights = [(p, p.detach().clone()) for p in module.parameters(recurse=False)] if rescaled else []
 
     def restore() -> None:
-        table = vars(module)
-        for key in [key for key in table if key not in attributes and key not in _OWN_TABLES]:
-            del table[key]
-        table.update(attributes)
-        for name in [name for name in module._buffers if name not in buffers]:
-            del module._buffers[name]
-        for name, (buffer, value, version) in buffers.items():
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None and _version(buffer) != version:
+        current = vars(module)
+        for key in [key for key in current if key not in attributes and key not in _OWN_TABLES]:
+            del current[key]
+        current.update(attributes)
+        for name in [name for name in own if name not in entries]:
+            del own[name]
+        own.update(entries)
+        for buffer, value, version in values:
+            if _version(buffer) != version or version is None:
                 buffer.detach().copy_(value)
         with torch.no_grad():
             for parameter, value in weights:
@@ -145,6 +146,6 @@ def _parameter_state(parameter: nn.Parameter) -> Callable[[], None]:
     return restore
 
 
-def _version(tensor: Tensor | None) -> int | None:
+def _version(tensor: Tensor) -> int | None:
     """The in-place counter; inference tensors have none."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else tensor._version

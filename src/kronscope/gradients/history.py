@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class GradientHistory:
         every: int = 1,
         dtype: torch.dtype | None = None,
         space: int | None = None,
+        resume: bool = False,
     ) -> GradientHistory:
         """Start recording.
 
@@ -80,6 +82,8 @@ class GradientHistory:
             dtype: ``float16`` halves the space (each record with a scale of its own); default the parameter's type.
             space: Bytes allowed. When they would be exceeded, records first go to half precision, then every second
                 one is dropped and ``every`` doubles; measurements then have error bars.
+            resume: Go on with the history in ``path`` if there is one, as a resumed training run does; a
+                :meth:`load_state_dict` then drops what was recorded after the checkpoint.
 
         Raises:
             LayerError: a layer does not exist, is no matrix, or is not trained by this optimizer.
@@ -106,11 +110,20 @@ class GradientHistory:
                 f"space={space} bytes holds fewer than four records of {smallest} bytes in half precision; allow more, "
                 "or record fewer layers."
             )
-        store: Store = (
-            MemoryStore(shapes, dtypes) if path is None else DiskStore.create(Path(path), names, shapes, dtypes)
-        )
+        store: Store
+        if path is None:
+            store = MemoryStore(shapes, dtypes)
+        elif resume and (Path(path) / "history.json").exists():
+            store = DiskStore.open(Path(path))
+            if (store.names, store.shapes) != (names, shapes):
+                store.close()
+                raise DataError(
+                    f"the history in {path} is of other layers: {', '.join(store.names)}; use another path."
+                )
+        else:
+            store = DiskStore.create(Path(path), names, shapes, dtypes)
         history = cls(store, names, shapes)
-        history.every, history._space = every, space
+        history.every, history._space = max(every, _stride(store.steps)), space
         history._take = lambda: [_matrix(spec, parameters) for spec in specs]
         history._handle = optimizer.register_step_pre_hook(history._before_step)
         return history
@@ -124,8 +137,7 @@ class GradientHistory:
         """
         store = DiskStore.open(Path(path))
         history = cls(store, store.names, store.shapes)
-        gaps = {later - earlier for earlier, later in zip(store.steps, store.steps[1:], strict=False)}
-        history.every = max(gaps, default=1)
+        history.every = _stride(store.steps)
         return history
 
     def __len__(self) -> int:
@@ -184,7 +196,9 @@ class GradientHistory:
         index = self._index(layer)
         steps = [at for at in self._store.steps if step is None or at <= step]
         if not steps:
-            raise DataError(f"nothing is recorded up to step {step}; the first record is {self.steps[:1] or 'missing'}.")
+            raise DataError(
+                f"nothing is recorded up to step {step}; the first record is {self.steps[:1] or 'missing'}."
+            )
         weights = history_weights(torch.tensor(steps), self.total_steps if step is None else step, beta)
         shape, count = self._shapes[layer], len(steps)
         size = max(1, _CHUNK_BYTES // (4 * shape[0] * shape[1]))
@@ -229,7 +243,9 @@ class GradientHistory:
             missing = [step for step in steps if step not in known]
             if missing:
                 raise DataError(f"the gradient history lacks step {missing[0]}, which the checkpoint had recorded.")
-            if steps != self._store.steps:
+            if steps == self._store.steps[: len(steps)]:
+                self._store.keep_first(len(steps))
+            else:
                 self._store.rewrite([known[step] for step in steps], self._store.dtypes)
         self.total_steps, self.every = int(state_dict["total_steps"]), int(state_dict["every"])
 
@@ -300,6 +316,11 @@ def history_weights(steps: Tensor, last: int, beta: float | None) -> Tensor:
     if beta == 0:
         return (steps == last).double()
     return (1 - beta) * torch.exp((last - steps).double() * math.log(beta))
+
+
+def _stride(steps: Sequence[int]) -> int:
+    """Every which step has a record."""
+    return max((later - earlier for earlier, later in pairwise(steps)), default=1)
 
 
 def _kept_type(parameters: Sequence[nn.Parameter]) -> torch.dtype:

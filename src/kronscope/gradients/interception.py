@@ -37,6 +37,8 @@ class UseRecorder(TorchFunctionMode):
 
     Attributes:
         uses: The uses in the order they happened.
+        depends_on_data: Whether values were looked at or used as indices, so that other samples may be computed
+            in another way.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class UseRecorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
+        self.depends_on_data = False
         self._samples = samples
         self._expanded = frozenset(expanded)
         self._counts: Counter[str] = Counter()
@@ -59,6 +62,7 @@ class UseRecorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward and _attention is not None:
             with self:
                 return _attention(*args, **kwargs)
+        self.depends_on_data |= _looks_at_values(func, args)
         output = func(*args, **kwargs)
         read = _READERS.get(func)
         if read is None or not isinstance(output, Tensor) or not output.requires_grad:
@@ -68,7 +72,7 @@ class UseRecorder(TorchFunctionMode):
         except (TypeError, AttributeError):  # a form of the call that the reader does not know, such as out=
             return output
         found = None if call is None else self._find(call.weight)
-        if call is None or found is None:
+        if call is None or found is None or call.inputs.layout is not torch.strided:
             return output
         name, start, rows, transposed = found
         ordinal = self._counts[name]
@@ -114,6 +118,21 @@ def _rows_within(view: Tensor, parameter: Tensor) -> tuple[int, int, bool] | Non
         if rest == 0 and start >= 0 and start + candidate.shape[0] <= rows:
             return start, candidate.shape[0], transposed
     return None
+
+
+_LOOKING = {
+    *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero", "argwhere"),
+    *("masked_select", "unique", "unique_consecutive", "bincount", "topk", "sort", "argsort"),
+    *("gather", "take", "take_along_dim", "index_select"),
+}
+
+
+def _looks_at_values(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operation may let values decide which positions are computed, or in which order."""
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) for part in index)
+    return getattr(func, "__name__", "") in _LOOKING
 
 
 def _with_sample_dim(x: Tensor, has_one: bool, samples: int) -> Tensor:

@@ -7,7 +7,7 @@ gradient by ``torch.func``. What does not agree is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +58,8 @@ class Routes:
         expanded: Uses whose output must get a sample dimension.
         unreached: Layers on which the outputs of the probe samples do not depend.
         outputs: The shape of the outputs for the probe batch.
-        dtype: The outputs' type.
+        dtype: The coarsest type that takes part in the computation.
+        depends_on_data: Whether the model looks at values to decide what to compute, so that layouts may change.
     """
 
     by_layer: dict[str, Route] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Routes:
     unreached: list[str] = field(default_factory=list)
     outputs: torch.Size = field(default_factory=torch.Size)
     dtype: torch.dtype = torch.float32
+    depends_on_data: bool = False
 
 
 def agree(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 0.0, lenience: float = 1.0) -> bool:
@@ -94,31 +96,34 @@ class _Reference:
     picks: tuple[int, ...]
     vectors: Tensor
     outputs: Tensor
+    dtype: torch.dtype
     grads: tuple[dict[str, Tensor | None], ...]
 
     @classmethod
-    def of(cls, forward: Forward, batch: Batch, parameters: Mapping[str, Tensor]) -> _Reference:
-        with torch.no_grad():
-            outputs = forward.outputs(batch)
+    def of(cls, forward: Forward, batch: Batch, parameters: Mapping[str, Tensor], picks: Collection[int]) -> _Reference:
+        # Not under no_grad: a model may take derivatives itself.
+        outputs = forward.outputs(batch).detach()
         if not bool(torch.isfinite(outputs).all()):
             raise NonFiniteError(
                 "The model's outputs for the first samples contain NaN or infinity; check the data and the parameters."
             )
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
-        picks = tuple(sorted({0, batch.size - 1}))
+        dtype = forward.precision(outputs)
         grads: list[dict[str, Tensor | None]] = []
         for pick in picks:
             alone = batch.take(slice(pick, pick + 1))
-            with torch.no_grad():
-                output = forward.outputs(alone)
-            if output.shape[1:] != outputs.shape[1:] or not agree(output[0], outputs[pick], outputs.dtype):
+            try:
+                output = forward.outputs(alone).detach()
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise ModelError(f"{_mixing_message(forward, batch, outputs)} (Alone it failed: {error})") from error
+            if output.shape[1:] != outputs.shape[1:] or not agree(output[0], outputs[pick], dtype):
                 raise ModelError(_mixing_message(forward, batch, outputs))
             try:
                 grads += gradients_alone(forward, alone, parameters, [vectors[pick : pick + 1]])
             except RuntimeError as error:
                 raise ModelError(f"Autograd cannot differentiate the model: {error}") from error
-        return cls(batch, picks, vectors, outputs, tuple(grads))
+        return cls(batch, tuple(picks), vectors, outputs, dtype, tuple(grads))
 
     def reached(self, name: str) -> bool:
         return any(grads[name] is not None for grads in self.grads)
@@ -146,10 +151,11 @@ def choose_routes(
     """
     # Three samples at first: few sizes are divisible by 3 by accident. Then others, to tell apart what is left.
     spread = torch.linspace(0, batch.size - 1, min(batch.size, 11)).long().unique()
-    references = [_Reference.of(forward, batch.take(spread[:3]), parameters)]
-    if len(spread) > 4:
-        references.append(_Reference.of(forward, batch.take(spread[3:]), parameters))
-    routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].outputs.dtype)
+    few, more = batch.take(spread[:3]), batch.take(spread[3:])
+    references = [_Reference.of(forward, few, parameters, sorted({0, few.size - 1}))]
+    if more.size > 1:
+        references.append(_Reference.of(forward, more, parameters, [more.size // 2]))
+    routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].dtype)
     used = {name for reference in references for name in parameters if reference.reached(name)}
     routes.unreached = [spec.name for spec in specs if not used.intersection(spec.parameters)]
     open_specs = [spec for spec in specs if spec.name not in routes.unreached]
@@ -181,18 +187,18 @@ def _try_hooks(
     """Fill in the routes of layers whose uses are all seen and understood; say why not for the others."""
     candidates: dict[UseKey, list[Layout]] = {}
     for reference in references:
-        uses, outputs = _record(forward, parameters, reference, routes.expanded)
+        uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
         _narrow(candidates, uses, outputs, reference)
         lost = {key for key, layouts in candidates.items() if not layouts}
         if reference is references[0] and lost:
             # The output of such a use is the same for all samples; give it a sample dimension and look again.
             try:
-                uses, outputs = _record(forward, parameters, reference, lost)
+                uses, outputs = _record(forward, parameters, reference, routes, lost)
                 again = {key: layouts for key, layouts in candidates.items() if layouts}
                 _narrow(again, uses, outputs, reference)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 continue
-            if agree(outputs, reference.outputs, outputs.dtype):
+            if agree(outputs, reference.outputs, reference.dtype):
                 routes.expanded = frozenset(key for key in lost if again.get(key))
                 candidates = (
                     again
@@ -202,7 +208,7 @@ def _try_hooks(
     routes.layouts = {key: layouts[0] for key, layouts in candidates.items() if layouts}
     reasons: dict[str, str] = {}
     for reference in references:
-        uses, outputs = _record(forward, parameters, reference, routes.expanded)
+        uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
         edges = [use.place.edge for use in uses]
         grads = torch.autograd.grad(outputs, edges, reference.vectors, allow_unused=True) if edges else ()
         for spec in specs:
@@ -215,10 +221,15 @@ def _try_hooks(
 
 
 def _record(
-    forward: Forward, parameters: Mapping[str, Tensor], reference: _Reference, expanded: frozenset[UseKey] | set[UseKey]
+    forward: Forward,
+    parameters: Mapping[str, Tensor],
+    reference: _Reference,
+    routes: Routes,
+    expanded: Collection[UseKey],
 ) -> tuple[list[Use], Tensor]:
     with UseRecorder(parameters, reference.batch.size, expanded) as recorder:
         outputs = forward.outputs(reference.batch)
+    routes.depends_on_data |= recorder.depends_on_data
     return recorder.uses, outputs
 
 
@@ -247,7 +258,7 @@ def _narrow(
         known = candidates.get(key)
         if known is None:
             known = candidate_layouts(leading_shape(use), samples)
-        tolerance = 10 * torch.finfo(outputs.dtype).eps
+        tolerance = 10 * torch.finfo(reference.dtype).eps
         candidates[key] = fitting_layouts(known, torch.stack(mass), picks, samples, tolerance)
 
 
@@ -283,14 +294,14 @@ def _hooks_obstacle(
             return "the input of a use is overwritten later in the forward pass"
     pieces = pieces_of(spec, uses, routes.layouts)
     sizes = Sizes.of(pieces, samples)
-    dtype = torch.promote_types(reference.outputs.dtype, torch.float32)
+    dtype = torch.promote_types(parameters[spec.parameters[0]].dtype, torch.float32)
     small = sizes.entries(spec.shape, 1) * samples <= _FACTORED_CHECK_ENTRIES
     assembler = (FactoredAssembler if small else DenseAssembler)(spec, pieces, samples, 1, dtype)
     assembler.add(0, grads)
     atoms = assembler.finish(torch.ones(samples), torch.arange(samples))
     for index, pick in enumerate(reference.picks):
         expected = reference.gradient(spec, index, parameters)
-        if not matches(atoms, pick, expected, reference.outputs.dtype):
+        if not matches(atoms, pick, expected, reference.dtype):
             return "the uses seen do not add up to its gradient"
     names = sorted({type(use).__name__.removesuffix("Use").lower() for use in own})
     routes.by_layer[spec.name] = Route("hooks", f"all its uses are seen ({', '.join(names)})", sizes)
@@ -324,16 +335,15 @@ def _vmap_obstacle(
         stacked = spec.gather(grads, leading=1)
         for index, pick in enumerate(reference.picks):
             expected = reference.gradient(spec, index, parameters)
-            if not agree(stacked[pick], expected, reference.outputs.dtype):
+            if not agree(stacked[pick], expected, reference.dtype):
                 return "torch.func gives another gradient than autograd"
     return None
 
 
 def _mixing_message(forward: Forward, batch: Batch, outputs: Tensor) -> str:
     """Say why a sample alone and in a batch may differ."""
-    with torch.no_grad():
-        again = forward.outputs(batch)
-    if not agree(again, outputs, outputs.dtype):
+    again = forward.outputs(batch)
+    if not agree(again, outputs, forward.precision(outputs)):
         return (
             "The model is random in eval mode: the same batch gave two different outputs. Per-sample gradients are not "
             "defined then; make it deterministic, for example F.dropout(..., training=self.training)."

@@ -43,6 +43,10 @@ class Store(Protocol):
         """Keep only these records, in these types."""
         ...
 
+    def keep_first(self, count: int) -> None:
+        """Drop all records but the first."""
+        ...
+
     def close(self) -> None:
         """Let go of files."""
         ...
@@ -91,6 +95,11 @@ class MemoryStore:
         self.steps = [self.steps[index] for index in keep]
         self.dtypes = list(dtypes)
 
+    def keep_first(self, count: int) -> None:
+        """Drop all records but the first."""
+        self._records = [records[:count] for records in self._records]
+        self.steps = self.steps[:count]
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -102,7 +111,9 @@ class DiskStore:
     else. The layers' files are read as memory maps.
     """
 
-    def __init__(self, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]
+    ) -> None:
         self.path, self.names, self.shapes, self.dtypes = path, list(names), list(shapes), list(dtypes)
         self.steps: list[int] = []
         self._files: list[int] = []
@@ -137,7 +148,9 @@ class DiskStore:
         try:
             text = json.loads((path / "history.json").read_text())
             if text["format"] != _FORMAT or text["version"] != 1:
-                raise DataError(f"{path} was written by another version of kronscope: {text['format']} {text['version']}.")
+                raise DataError(
+                    f"{path} was written by another version of kronscope: {text['format']} {text['version']}."
+                )
             layers = text["layers"]
             store = cls(
                 path,
@@ -153,7 +166,9 @@ class DiskStore:
         raw = store._file("steps").read_bytes() if store._file("steps").exists() else b""
         steps = np.frombuffer(raw[: len(raw) // 8 * 8], dtype=np.int64).tolist()
         complete = [
-            store._file(str(index)).stat().st_size // record_bytes(shape, dtype) if store._file(str(index)).exists() else 0
+            store._file(str(index)).stat().st_size // record_bytes(shape, dtype)
+            if store._file(str(index)).exists()
+            else 0
             for index, (shape, dtype) in enumerate(zip(store.shapes, store.dtypes, strict=True))
         ]
         store.steps = steps[: min([len(steps), *complete])]
@@ -223,6 +238,11 @@ class DiskStore:
         self._open()
         for file in old_files:
             file.unlink(missing_ok=True)
+
+    def keep_first(self, count: int) -> None:
+        """Drop all records but the first."""
+        self.steps = self.steps[:count]
+        self._trim()
 
     def close(self) -> None:
         """Close the files."""

@@ -31,7 +31,7 @@ class BlockDiagonal:
         for indices, operator in blocks:
             if tuple(indices.shape) != operator.shape:
                 raise ShapeError(
-                    f"a block with indices {tuple(indices.shape)} needs an operator of that shape, got {operator.shape}."
+                    f"a block with indices {tuple(indices.shape)} needs an operator of its shape, got {operator.shape}."
                 )
         self._shape = (int(shape[0]), int(shape[1]))
         self.blocks = tuple(blocks)
@@ -44,13 +44,16 @@ class BlockDiagonal:
     def apply(self, matrix: Tensor) -> Tensor:
         """Map (..., m, n) to the same shape."""
         if matrix.shape[-2:] != self.shape:
-            raise ShapeError(f"this operator acts on (..., {self.shape[0]}, {self.shape[1]}), got {tuple(matrix.shape)}.")
+            raise ShapeError(
+                f"this operator acts on (..., {self.shape[0]}, {self.shape[1]}), got {tuple(matrix.shape)}."
+            )
         flat = matrix.flatten(-2)
         out = torch.zeros_like(flat)
         for indices, operator in self.blocks:
             index = indices.to(matrix.device)
             out[..., index] = operator.apply(flat[..., index])
-        return out.unflatten(-1, self.shape)
+        unflattened: Tensor = out.unflatten(-1, self.shape)
+        return unflattened
 
     def norm(self) -> float:
         """Frobenius norm."""

@@ -358,7 +358,7 @@ def _inner(first: Operator, second: Operator) -> float:
         assert isinstance(second, EigenbasisDiagonal)
         left = _overlap(first.left, second.left, first.shape[0], first.values)
         right = _overlap(first.right, second.right, first.shape[1], first.values)
-        return float((first.values * (left @ second.values @ right.T)).sum())
+        return float((first.values * (left @ second.values.double() @ right.T)).sum())
     return float((first.to_dense() * second.to_dense()).sum())
 
 
@@ -373,18 +373,24 @@ def _inner_product(left: Tensor, right: Tensor, other: Operator) -> float:
         return other.scale * float((left * other.left.matrix).sum() * (right * other.right.matrix).sum())
     if type(other) in (EigenbasisDiagonal, Diagonal):
         assert isinstance(other, EigenbasisDiagonal)
-        rows = left.diagonal() if other.left is None else ((other.left.T @ left) * other.left.T).sum(1)
-        cols = right.diagonal() if other.right is None else ((other.right.T @ right) * other.right.T).sum(1)
-        return float(rows @ other.values @ cols)
+        rows, cols = _quadratic(left, other.left), _quadratic(right, other.right)
+        return float(rows @ other.values.double() @ cols)
     if isinstance(other, Identity):
         return other.scale * float(left.diagonal().sum() * right.diagonal().sum())
     # a foreign operator: only its dense form is promised
     return float((torch.kron(left.contiguous(), right.contiguous()) * other.to_dense()).sum())
 
 
+def _quadratic(matrix: Tensor, basis: Tensor | None) -> Tensor:
+    """Diagonal of a matrix in a basis, in float64."""
+    if basis is None:
+        return matrix.diagonal().double()
+    wide = basis.double()
+    return (wide * (matrix.double() @ wide)).sum(0)
+
+
 def _overlap(first: Tensor | None, second: Tensor | None, size: int, like: Tensor) -> Tensor:
-    """Squared entries of Q₁ᵀQ₂, the weights between two eigenbases."""
-    eye = torch.eye(size, dtype=like.dtype, device=like.device)
-    one = eye if first is None else first
-    two = eye if second is None else second
+    """Squared entries of Q₁ᵀQ₂, the weights between two eigenbases, in float64."""
+    eye = torch.eye(size, dtype=torch.float64, device=like.device)
+    one, two = (eye if basis is None else basis.double() for basis in (first, second))
     return (one.T @ two) ** 2

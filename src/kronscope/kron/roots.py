@@ -11,12 +11,14 @@ with the exponent :math:`e`, the absolute :math:`\epsilon` and the relative :mat
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from kronscope.errors import NonFiniteError, OptionError
 from kronscope.kron.powers import Spectrum, default_cutoff
@@ -63,11 +65,17 @@ class Ridge:
         """Whether nothing is added, so that zero eigenvalues stay zero."""
         return self.eps == 0 and self.damping == 0
 
-    def regularised(self, values: Tensor) -> Tensor:
-        """Return the eigenvalues (..., d) with the ridge added."""
+    def regularised(self, values: Tensor, cutoff: float = 0.0) -> Tensor:
+        """Return the eigenvalues (..., d) with the ridge added.
+
+        A ridge below ``cutoff`` times the largest eigenvalue is lost in the rounding of the matrix: it says nothing
+        about directions without a gradient, so eigenvalues that are zero then stay zero.
+        """
         if self.is_pseudo_inverse:
             return values
-        return values + self.eps + self.damping * values.amax(-1, keepdim=True)
+        largest = values.amax(-1, keepdim=True)
+        shift = self.eps + self.damping * largest
+        return torch.where((values > 0) | (shift > cutoff * largest), values + shift, values)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Roots:
         matrices: The roots (B, d, d).
         residuals: Relative residual of each (B,), by a random probe; NaN or large means failure.
         extremes: Largest and smallest regularised eigenvalue that is not zero (B, 2), before division by the trace;
-            NaN where the solver does not know them.
+            0 where the solver does not know it.
         vectors: Eigenvectors (B, d, d), or None.
     """
 
@@ -212,7 +220,7 @@ class CoupledNewton:
                 break
             previous = torch.minimum(previous, error)
         root = (root + root.mT) / 2
-        unknown = torch.full_like(largest, float("nan"))
+        unknown = torch.zeros_like(largest)
         return Roots(root, error, torch.stack([largest + shift, unknown], -1))
 
 
@@ -228,7 +236,7 @@ def orthogonal_iteration(factors: Tensor, vectors: Tensor, rounds: int = 1) -> t
         The vectors and their Rayleigh quotients (B, d).
     """
     values = (vectors * (factors @ vectors)).sum(-2)
-    order = values.argsort(-1, descending=True, stable=True)
+    order = values.argsort(dim=-1, descending=True, stable=True)
     vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
     for _ in range(rounds):
         vectors = torch.linalg.qr(factors @ vectors).Q
@@ -245,17 +253,17 @@ def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
         previous: Orthonormal bases (B, d, d) to fall back on.
     """
     try:
-        vectors = torch.linalg.eigh(factors).eigenvectors.flip(-1)
+        vectors: Tensor = torch.linalg.eigh(factors).eigenvectors.flip(-1)
         good = torch.isfinite(vectors).all(-1).all(-1)
         if bool(good.all()):
             return vectors
-    except torch.linalg.LinAlgError:
+    except LinAlgError:
         vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool)
     for index in (~good).nonzero().flatten().tolist():
         try:
             again = Spectrum.of(factors[index].double()).vectors.flip(-1).to(factors.dtype)
             vectors[index] = again
-        except (torch.linalg.LinAlgError, NonFiniteError):
+        except (LinAlgError, NonFiniteError):
             vectors[index] = previous[index]
     return vectors
 
@@ -285,7 +293,7 @@ def solve_roots(
     try:
         roots = solver.solve(factors, exponent, ridge, warm)
         good = _usable(roots, solver.tolerance)
-    except (torch.linalg.LinAlgError, NonFiniteError):
+    except (LinAlgError, NonFiniteError):
         roots, good = None, torch.zeros(factors.shape[0], dtype=torch.bool, device=factors.device)
     if roots is not None and bool(good.all()):
         return roots
@@ -329,7 +337,8 @@ def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge,
         size = roots @ inside
         difference = size - times(roots @ probe)
     tiny = torch.finfo(factors.dtype).tiny
-    return difference.norm(dim=(-2, -1)) / size.norm(dim=(-2, -1)).clamp_min(tiny)
+    residuals: Tensor = difference.norm(dim=(-2, -1)) / size.norm(dim=(-2, -1)).clamp_min(tiny)
+    return residuals
 
 
 def _from_spectrum(factors: Tensor, work: Tensor, spectrum: Spectrum, exponent: float, ridge: Ridge) -> Roots:
@@ -337,7 +346,7 @@ def _from_spectrum(factors: Tensor, work: Tensor, spectrum: Spectrum, exponent: 
     rebuilt = spectrum.vectors @ (spectrum.values.unsqueeze(-1) * (spectrum.vectors.mT @ probe))
     scale = spectrum.values.norm(dim=-1).clamp_min(torch.finfo(work.dtype).tiny)
     residuals = (work @ probe - rebuilt).norm(dim=(-2, -1)) / scale
-    values = ridge.regularised(spectrum.values)
+    values = ridge.regularised(spectrum.values, default_cutoff(factors.shape[-1], factors.dtype))
     # a factor of zeros is taken for the identity: zero roots would swallow the gradients that come before a refresh
     values = torch.where(values.amax(-1, keepdim=True) > 0, values, torch.ones_like(values))
     trace = _traces(factors, ridge)
@@ -376,7 +385,7 @@ def _rescued(
         try:
             again = Eigh(float64=True).solve(factors[index : index + 1], exponent, ridge)
             found = bool(_usable(again, Eigh().tolerance).all())
-        except (torch.linalg.LinAlgError, NonFiniteError):
+        except (LinAlgError, NonFiniteError):
             found = False
         if found:
             assert again.vectors is not None
@@ -415,7 +424,7 @@ def _probe(factors: Tensor) -> Tensor:
     size = factors.shape[-1]
     index = torch.arange(1, size + 1, dtype=torch.float64)
     signs = torch.sign(torch.sin(index * index * 0.7390851332 + 0.5)).to(factors)
-    return signs.view(1, size, 1).expand(factors.shape[0], size, 1) / max(size, 1) ** 0.5
+    return signs.view(1, size, 1).expand(factors.shape[0], size, 1) / math.sqrt(max(size, 1))
 
 
 def _largest_eigenvalue(factors: Tensor, rounds: int = 20) -> Tensor:

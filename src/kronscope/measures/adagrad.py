@@ -65,9 +65,7 @@ def measure_history(
         raise OptionError(f"details of a history may be {_DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
     steps = sorted({history.total_steps} if at is None else {at} if isinstance(at, int) else set(at))
     if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
-        raise OptionError(
-            f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}."
-        )
+        raise OptionError(f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}.")
     chosen = [get(approximation) for approximation in approximations]
     names = history.layers if layers is None else tuple(layers)
     rows: list[Row] = []

@@ -249,7 +249,10 @@ class _Work:
             if costly if self.max_columns is None else columns > self.max_columns:
                 self.truth_draws = _PILOT_DRAWS
         mode = "eval mode"
-        mode += " (the model came in training mode; dropout and batch statistics are off, modes are restored)" * was_training
+        mode += (
+            " (the model came in training mode; dropout and batch statistics are off, modes are restored)"
+            * was_training
+        )
         self.settings = {
             "truth": self.truth,
             "labels": self.fit_labels,

@@ -45,9 +45,9 @@ class Bar:
         """Start a new piece of work."""
         self._progress.reset(self._task, description=what, total=total)
 
-    def at(self, done: int, total: int) -> None:
-        """Say how much of it is done."""
-        self._progress.update(self._task, completed=done, total=total)
+    def at(self, done: int, total: int, what: str | None = None) -> None:
+        """Say how much of it is done, and what is being done."""
+        self._progress.update(self._task, completed=done, total=total, description=what)
 
     def step(self, what: str | None = None) -> None:
         """One more unit is done; ``what`` comes next."""

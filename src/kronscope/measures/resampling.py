@@ -67,9 +67,7 @@ class Resampler:
         units = truth.num_samples if by == "samples" else drawn.columns
         self.count = min(units, groups) if by == "samples" else units
         if self.count < 3:
-            raise DataError(
-                f"an error bar needs at least three {by}, got {units}; use more {by}, or population=False."
-            )
+            raise DataError(f"an error bar needs at least three {by}, got {units}; use more {by}, or population=False.")
         self._groups = torch.arange(truth.num_samples) % self.count
         self._norms = self._truth_norms()
         self._whole = (truth, fitted) if by == "draws" else self._without(-1)

@@ -97,7 +97,8 @@ def _parse(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        if text.lstrip().startswith("{") and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg):
+        whole = text.strip()
+        if whole.startswith("{") and (error.pos >= len(text.rstrip()) or not whole.endswith("}")):
             message = f"{name!r} is cut short: it ends in the middle of line {error.lineno}; {_REMEDY}."
             raise ResultsError(message) from None
         place = f"line {error.lineno}, column {error.colno}"

@@ -159,8 +159,11 @@ def _footer(results: Results, notes: Mapping[str, int]) -> list[tuple[str, str]]
 
 
 def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Block]:
+    places = {layer: place for place, layer in enumerate(results.layers)}
     for condition in results.conditions:
         rows = [row for row in results if row.condition == condition]
+        # Results merged step by step would jump between the layers.
+        rows.sort(key=lambda row: (places[row.layer], row.step))
         counts = {row.samples for row in rows if not math.isnan(row.cosine)} or {rows[0].samples}
         single = {
             "layer": len({row.layer for row in rows}) == 1,

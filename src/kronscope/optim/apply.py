@@ -98,7 +98,9 @@ def full_precision(device_types: set[str]) -> Iterator[None]:
         # set through torch.backends.*.fp32_precision, which the older interface refuses to mix with
         precision = ""
     outer = torch.autocast
-    contexts = [outer(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext() for kind in device_types]
+    contexts = [
+        outer(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext() for kind in device_types
+    ]
     with _all(contexts), _products(precision):
         yield
 

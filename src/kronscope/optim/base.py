@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # type: ignore[attr-defined]
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from kronscope.errors import NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
+from kronscope.kron.roots import RootSolver
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision, prepared_gradient
 from kronscope.optim.batched import accumulate, direction, refresh_roots
 from kronscope.optim.blocks import Layout
@@ -41,6 +43,9 @@ class KroneckerOptimizer(Optimizer):
     """
 
     family: ClassVar[Literal["shampoo", "soap", "kl"]]
+    _layouts: dict[Tensor, Layout]
+    _stacks: list[Stack]
+    _stacks_for: object
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget_plan()
@@ -54,7 +59,9 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             OptionError: an option of the group is not allowed, or unknown; nothing is added.
         """
-        unknown = set(param_group) - set(self.defaults) - {"params", "roles", "param_names", "initial_lr", "skipped_steps"}
+        unknown = (
+            set(param_group) - set(self.defaults) - {"params", "roles", "param_names", "initial_lr", "skipped_steps"}
+        )
         if unknown:
             raise OptionError(
                 f"{type(self).__name__} has no option {', '.join(sorted(unknown))}; it has {', '.join(self.defaults)}."
@@ -102,13 +109,13 @@ class KroneckerOptimizer(Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _step(self) -> None:
         active: dict[Tensor, int] = {}
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is not None:
-                    check_supported(param.grad, lambda param=param: self._name(param))
+                    check_supported(param.grad, partial(self._name, param))
                     active[param] = index
         if not active or not self._all_finite(list(active)):
             return
@@ -273,7 +280,7 @@ class KroneckerOptimizer(Optimizer):
         )
 
     def diagnostics(self) -> Diagnostics:
-        """Return condition, effective rank, staleness, residual and step size per parameter; ``print`` it for a table."""
+        """Return condition, rank, staleness, residual and step size per parameter; ``print`` it for a table."""
         entries = [
             (self._name(param), param, self._layouts[param], self._hyper(group), group)
             for group in self.param_groups
@@ -291,16 +298,22 @@ class KroneckerOptimizer(Optimizer):
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it."""
         packed = super().state_dict()
+        # a solver of the user's own cannot be written as plain values: whoever loads the state brings it
         packed["param_groups"] = [
-            {name: encode(value) for name, value in group.items()} for group in packed["param_groups"]
+            {
+                name: encode(value)
+                for name, value in group.items()
+                if name not in _OBJECTS or not isinstance(encode(value), RootSolver)
+            }
+            for group in packed["param_groups"]
         ]
         return packed
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied and keep their dtypes.
 
@@ -308,6 +321,9 @@ class KroneckerOptimizer(Optimizer):
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
         """
         decoded = [{name: decode(value) for name, value in group.items()} for group in state_dict["param_groups"]]
+        for group, saved in zip(self.param_groups, decoded, strict=False):
+            for name in (*_OBJECTS, "skipped_steps", "roles"):
+                saved.setdefault(name, group[name])
         state_dict = {**state_dict, "param_groups": decoded}
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
@@ -337,9 +353,9 @@ class KroneckerOptimizer(Optimizer):
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
 
     def _forget_plan(self) -> None:
-        self._layouts: dict[Tensor, Layout] = {}
-        self._stacks: list[Stack] = []
-        self._stacks_for: object = None
+        self._layouts = {}
+        self._stacks = []
+        self._stacks_for = None
         self._placement = SingleProcess()
 
 

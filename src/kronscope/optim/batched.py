@@ -1,4 +1,4 @@
-"""The updates of a stack of equal blocks in a few large calls; :mod:`kronscope.optim.reference` is the specification."""
+"""The updates of a stack of equal blocks in a few large calls; :mod:`kronscope.optim.reference` specifies them."""
 
 from __future__ import annotations
 
@@ -73,15 +73,20 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
 
 def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
     """Take the roots (for SOAP: the eigenbases) of the factors of one mode and some blocks anew."""
-    factors = state[f"factor{mode}"][index] / hyper.correction2(step)
     if hyper.family == "soap":
-        change_basis(state, mode, index, factors, hyper, step)
+        change_basis(state, mode, index, hyper, step)
         return
+    factors = state[f"factor{mode}"][index] / hyper.correction2(step)
     basis = state.get(f"basis{mode}")
     warm = None if basis is None or step == 1 else basis[index]
     root = state[f"root{mode}"]
     found = solve_roots(
-        factors, hyper.exponent(mode), ridge_of(hyper), hyper.solver, previous=root[index] if step > 1 else None, warm=warm
+        factors,
+        hyper.exponent(mode),
+        ridge_of(hyper),
+        hyper.solver,
+        previous=root[index] if step > 1 else None,
+        warm=warm,
     )
     root[index] = found.matrices
     if basis is not None and found.vectors is not None:
@@ -90,7 +95,9 @@ def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: 
     state["spectrum"][index, mode] = torch.cat([trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1)
 
 
-def direction(state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False) -> Tensor:
+def direction(
+    state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False
+) -> Tensor:
     """Return the updates of a stack from the means that :func:`accumulate` returned; ``peek`` leaves momentum alone."""
     if hyper.family == "soap":
         return rescaled(mean, None, hyper)
@@ -143,9 +150,8 @@ def _weights(
     bare = [mode for mode in range(len(factored)) if mode not in modes]
     if isinstance(hyper.scale, Trace):
         whole = torch.stack(list(now.values())).prod(0) if hyper.family == "kl" else now[modes[0]]
-        isotropic = bare if preconditioned else range(len(factored))
-        if hyper.family == "kl" and preconditioned:
-            isotropic = []
+        # KL-Shampoo's missing side is the identity itself, not the identity over its trace
+        isotropic = ([] if hyper.family == "kl" else bare) + ([] if preconditioned else modes)
         known = math.prod(isotropic_root(mean.shape[1 + mode], hyper.exponent(mode)) for mode in isotropic)
         return positive_power(whole, -0.5) * known
     weights = torch.ones_like(now[modes[0]])
@@ -181,7 +187,9 @@ def _accumulate_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
     old = [state["factor0"] * decay, state["factor1"] * decay]
     for power_round in range(hyper.power_rounds):
-        middle = [unit_factor(state[f"factor{mode}"] / hyper.correction2(step)) if power_round else None for mode in (0, 1)]
+        middle = [
+            unit_factor(state[f"factor{mode}"] / hyper.correction2(step)) if power_round else None for mode in (0, 1)
+        ]
         left = grads if middle[1] is None else torch.bmm(grads, middle[1])
         right = grads if middle[0] is None else torch.bmm(middle[0], grads)
         torch.baddbmm(old[0], left, grads.mT, alpha=gain, out=state["factor0"])

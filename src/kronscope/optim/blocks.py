@@ -189,7 +189,9 @@ def plan_layout(shape: Sequence[int], options: LayoutOptions, element_size: int 
     return Layout(shape, shape, (), "no blocks fit the memory budget")
 
 
-def fit_budget(layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: int, element_size: int = 4) -> list[Layout]:
+def fit_budget(
+    layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: int, element_size: int = 4
+) -> list[Layout]:
     """Make the most expensive layouts cheaper until all factors and roots together fit ``budget`` bytes."""
     chosen = list(layouts)
     while sum(_bytes(layout, element_size) for layout in chosen) > budget:
@@ -244,7 +246,9 @@ def _cut(
 ) -> Layout:
     """Cut a view into tiles, first at the row parts, then into blocks."""
     per_dim = [_segments(0, size, block_size) for size in view]
-    per_dim[0] = [segment for start, stop in _parts(view[0], options.split) for segment in _segments(start, stop, block_size)]
+    per_dim[0] = [
+        segment for start, stop in _parts(view[0], options.split) for segment in _segments(start, stop, block_size)
+    ]
     tiles = []
     for segments in itertools.product(*per_dim):
         start, stop, block = (tuple(segment[i] for segment in segments) for i in range(3))

@@ -11,6 +11,8 @@ from kronscope.errors import OptionError
 from kronscope.kron.roots import CoupledNewton, Eigh, RootSolver, WarmQR
 
 __all__ = [
+    "DEFAULT_REFRESH",
+    "DEFAULT_SCALE",
     "Adaptive",
     "Every",
     "Graft",
@@ -24,7 +26,13 @@ __all__ = [
     "encode",
     "parse_refresh",
     "parse_scale",
+    "register",
 ]
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,9 @@ class Norm:
 Refresh = Every | Warmup | Adaptive
 Scale = Trace | Graft | Norm | None
 
+DEFAULT_SCALE = Trace(bound=1.0)
+DEFAULT_REFRESH = Warmup(first=30, every=10)
+
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Every, Warmup, Adaptive, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
 }
@@ -285,39 +296,42 @@ def parse_scale(value: object) -> Scale:
     if value == "norm":
         return Norm()
     if value in ("sgd", "adagrad", "rmsprop", "adam"):
-        return Graft(value)  # type: ignore[arg-type]
+        return Graft(value)
     raise OptionError(
         f"scale must be 'trace', 'adam', 'adagrad', 'rmsprop', 'sgd', 'norm', None or an object (Trace, Graft, Norm), "
         f"got {value!r}."
     )
 
 
+def register(kind: type[Any]) -> type[Any]:
+    """Let a state dict hold objects of a frozen dataclass; usable as a decorator."""
+    _KINDS[kind.__name__] = kind
+    return kind
+
+
 def encode(value: object) -> object:
     """Write an option object as a string, so that a state dict holds plain values only; others pass unchanged.
 
     >>> encode(Every(5))
-    '{"kind": "Every", "steps": 5}'
+    '{"type": "Every", "steps": 5}'
     """
-    if type(value).__name__ in _KINDS and isinstance(value, tuple(_KINDS.values())):
-        return json.dumps({"kind": type(value).__name__, **asdict(value)})  # type: ignore[call-overload]
+    if _KINDS.get(type(value).__name__) is type(value):
+        return json.dumps({"type": type(value).__name__, **asdict(value)})  # type: ignore[call-overload]
     return value
 
 
 def decode(value: object) -> object:
     """Undo :func:`encode`.
 
-    >>> decode('{"kind": "Every", "steps": 5}')
+    >>> decode('{"type": "Every", "steps": 5}')
     Every(steps=5)
     """
-    if isinstance(value, str) and value.startswith('{"kind"'):
+    if isinstance(value, str) and value.startswith('{"type"'):
         fields = json.loads(value)
-        kind = fields.pop("kind")
+        kind = fields.pop("type")
         if kind not in _KINDS:
-            raise OptionError(f"the saved optimizer has an option of the unknown kind {kind!r}; a newer version made it.")
+            raise OptionError(
+                f"the saved optimizer has an option of the unknown kind {kind!r}; a newer version made it."
+            )
         return _KINDS[kind](**fields)
     return value
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")

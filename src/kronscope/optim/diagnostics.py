@@ -151,9 +151,7 @@ def _residual(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
     return float(root_residual(factors, state[f"root{mode}"], hyper.exponent(mode), ridge_of(hyper), largest).amax())
 
 
-def _ratio(
-    param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int
-) -> float:
+def _ratio(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int) -> float:
     """Norm of the step the present state would make over that of the parameter; NaN where it needs a gradient."""
     squares = 0.0
     if layout.is_elementwise:

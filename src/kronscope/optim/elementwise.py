@@ -3,7 +3,7 @@ r"""AdamW, or diagonal Adagrad, for the parameters that get no Kronecker factors
 .. math:: m \leftarrow \beta_1 m + (1-\beta_1) g, \quad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \quad
           u = \frac{m/(1-\beta_1^t)}{\sqrt{v/(1-\beta_2^t)} + \epsilon} .
 
-With :math:`\beta_2 = 1` the squares are summed from :math:`\epsilon` and :math:`u = \hat m / \sqrt{\epsilon + \sum g^2}`.
+With :math:`\beta_2 = 1` squares are summed from :math:`\epsilon`, and :math:`u = \hat m / \sqrt{\epsilon + \sum g^2}`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def elementwise_step(
         by_step.setdefault(step, []).append(index)
     for step, indices in by_step.items():
         chosen = [params[i] for i in indices]
-        grads = [prepared_gradient(p, group).to(states[i]["exp_avg"].dtype) for i, p in zip(indices, chosen, strict=True)]
+        grads = [
+            prepared_gradient(p, group).to(states[i]["exp_avg"].dtype) for i, p in zip(indices, chosen, strict=True)
+        ]
         means = [states[i]["exp_avg"] for i in indices]
         seconds = [states[i]["exp_avg_sq"] for i in indices]
         apply_updates(chosen, _updates(grads, means, seconds, hyper, step), group)

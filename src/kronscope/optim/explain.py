@@ -66,7 +66,19 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return a table."""
-        header = ("parameter", "shape", "view", "blocks", "factors", "method", "solver", "refresh", "MiB", "MFLOP", "share")
+        header = (
+            "parameter",
+            "shape",
+            "view",
+            "blocks",
+            "factors",
+            "method",
+            "solver",
+            "refresh",
+            "MiB",
+            "MFLOP",
+            "share",
+        )
         lines = [
             (
                 row.name,

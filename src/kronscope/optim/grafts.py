@@ -66,13 +66,13 @@ def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
     if isinstance(scale, Trace) and scale.bound is not None:
         largest = scale.bound * direction[0].numel() ** 0.5
         lengths = block_norms(direction)
-        return direction.mul_((largest / lengths.clamp_min(largest)))
+        return direction.mul_(largest / lengths.clamp_min(largest))
     return direction
 
 
 def block_norms(blocks: Tensor) -> Tensor:
     """Frobenius norm of each block, as (B, 1, ...) to multiply with."""
-    norms = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
     return norms.view(-1, *[1] * (blocks.ndim - 1))
 
 

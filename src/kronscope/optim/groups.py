@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,17 @@ from kronscope.errors import OptionError
 __all__ = ["param_groups", "role_of"]
 
 _EMBEDDING_WORDS = ("embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "embedder")
-_HEAD_NAMES = ("lm_head", "head", "heads", "classifier", "embed_out", "unembed", "unembedding", "output_layer", "cls_head")
+_HEAD_NAMES = (
+    "lm_head",
+    "head",
+    "heads",
+    "classifier",
+    "embed_out",
+    "unembed",
+    "unembedding",
+    "output_layer",
+    "cls_head",
+)
 _FUSED_NAMES = ("in_proj_weight", "qkv", "wqkv", "query_key_value", "c_attn")
 
 
@@ -87,11 +97,13 @@ def param_groups(
         group["params"].append((name, param))
         group["roles"].append(role)
     if unused:
-        raise OptionError(f"the pattern(s) {sorted(unused)} fit no parameter; the first are {[n for n, _ in named[:5]]}.")
+        raise OptionError(
+            f"the pattern(s) {sorted(unused)} fit no parameter; the first are {[n for n, _ in named[:5]]}."
+        )
     return list(groups.values())
 
 
-def _roles(model: nn.Module, named: list[tuple[str, Tensor]], head: bool | None) -> dict[Tensor, str]:
+def _roles(model: nn.Module, named: Sequence[tuple[str, Tensor]], head: bool | None) -> dict[Tensor, str]:
     roles: dict[Tensor, str] = {}
     last: Tensor | None = None
     for module in model.modules():

@@ -9,7 +9,7 @@ from torch import Tensor
 from kronscope.errors import OptionError
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.config import Graft, Norm, Refresh, Trace, Warmup
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
 
 __all__ = ["KLShampoo"]
 
@@ -22,7 +22,7 @@ class KLShampoo(KroneckerOptimizer):
 
     .. math:: L = \tfrac1n \mathrm{E}[G R^{-1} G^\top], \qquad R = \tfrac1m \mathrm{E}[G^\top L^{-1} G] ,
 
-    and the update is :math:`L^{-1/2} M R^{-1/2}`. The expectations are exponential means (``betas[1]``) and the inverses
+    and the update is :math:`L^{-1/2} M R^{-1/2}`. Expectations are exponential means (``betas[1]``) and the inverses
     those of the last refresh, with ``damping``; before the first one, both factors count as the gradient's root mean
     square times the identity, so that the first estimate has the gradient's own size.
 
@@ -32,7 +32,7 @@ class KLShampoo(KroneckerOptimizer):
         betas: Decay of the gradient mean, and of the factors.
         eps: Adam's eps, for grafts and for parameters that get AdamW.
         weight_decay: Weight decay.
-        scale: As for :class:`Shampoo`; ``"trace"`` and None both use the factors' own scale, ``Trace(bound)`` bounds it.
+        scale: As for :class:`Shampoo`; ``"trace"`` and None both use the factors' own, ``Trace(bound)`` bounds it.
         refresh: As for :class:`Shampoo`.
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
@@ -69,8 +69,8 @@ class KLShampoo(KroneckerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        scale: str | Trace | Graft | Norm | None = Trace(bound=1.0),
-        refresh: int | Refresh = Warmup(30, 10),
+        scale: str | Trace | Graft | Norm | None = DEFAULT_SCALE,
+        refresh: int | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
         block_size: int | None = None,
@@ -87,7 +87,9 @@ class KLShampoo(KroneckerOptimizer):
         nonfinite: Literal["skip", "raise"] = "skip",
     ) -> None:
         if betas[1] == 1:
-            raise OptionError("KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1.")
+            raise OptionError(
+                "KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1."
+            )
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         # the whitening uses the roots that precondition, which are inverse square roots
         super().__init__(params, {**defaults, "exponent": -0.5, "power_rounds": 1})

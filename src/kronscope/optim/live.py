@@ -12,8 +12,8 @@ from kronscope.kron.block_diagonal import BlockDiagonal
 from kronscope.kron.operators import Diagonal, EigenbasisDiagonal, KroneckerProduct, Operator
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
-from kronscope.optim.stacks import block_key
 from kronscope.optim.pieces import Tensors
+from kronscope.optim.stacks import block_key
 
 __all__ = ["live_operator"]
 
@@ -63,7 +63,9 @@ def _block_operator(state: Tensors, tile: Tile, hyper: Hyper, step: int) -> Oper
         filled = [factors.get(mode, _eye(size, whole)) for mode, size in enumerate(block)]
         return KroneckerProduct(filled[0], _kron(filled[1:]))
     # a side without a factor stands for (tr/d) I; each side beyond the first is divided by the trace
-    filled = [factors[mode] if mode in factors else _eye(size, whole) * (whole / size) for mode, size in enumerate(block)]
+    filled = [
+        factors[mode] if mode in factors else _eye(size, whole) * (whole / size) for mode, size in enumerate(block)
+    ]
     scale = float(whole) ** -(len(block) - 1) if float(whole) > 0 else 0.0
     return KroneckerProduct(filled[0], _kron(filled[1:]), scale)
 

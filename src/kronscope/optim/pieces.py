@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,7 +66,7 @@ def ridge_of(hyper: Hyper) -> Ridge:
 
 
 def unit_factor(factors: Tensor) -> Tensor:
-    r"""Return :math:`A \operatorname{tr} A / \lVert A \rVert_F^2`, for which ⟨A, ·⟩ = tr A; zeros become the identity."""
+    r"""Return :math:`A \operatorname{tr} A / \lVert A \rVert_F^2`, the identity for A = 0."""
     norms = factors.square().sum((-2, -1))
     weights = torch.where(norms > 0, traces(factors) / norms.clamp_min(torch.finfo(norms.dtype).tiny), norms)
     eye = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
@@ -73,18 +74,21 @@ def unit_factor(factors: Tensor) -> Tensor:
 
 
 def traces(factors: Tensor) -> Tensor:
+    """Traces of a stack of matrices."""
     return factors.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def isotropic_root(size: int, exponent: float) -> float:
     """The root of the identity over its trace."""
-    return float(size) ** -exponent
+    return math.pow(size, -exponent)
 
 
 def positive_power(values: Tensor, exponent: float) -> Tensor:
     """Raise to a power, where zero stays zero."""
     positive = values > 0
-    return torch.where(positive, torch.where(positive, values, torch.ones_like(values)) ** exponent, torch.zeros_like(values))
+    return torch.where(
+        positive, torch.where(positive, values, torch.ones_like(values)) ** exponent, torch.zeros_like(values)
+    )
 
 
 def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
@@ -97,8 +101,5 @@ def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
 
 def add_gram(factor: Tensor, grads: Tensor, mode: int, decay: float, gain: float) -> None:
     """Add the Gram matrices of one mode to the factors (B, d, d), in place and in one pass."""
-    if grads.ndim == 3:
-        rows = grads if mode == 0 else grads.mT
-    else:
-        rows = grads.movedim(mode + 1, 1).flatten(2)
+    rows = (grads if mode == 0 else grads.mT) if grads.ndim == 3 else grads.movedim(mode + 1, 1).flatten(2)
     factor.baddbmm_(rows, rows.mT, beta=decay, alpha=gain)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kronscope.kron.factors import Ema, FactorState, Sum
 from kronscope.kron.grams import mode_gram
+from kronscope.kron.powers import default_cutoff
 from kronscope.kron.roots import Eigh, solve_roots
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
 from kronscope.optim.grafts import graft_direction, rescaled, update_second_moment
@@ -60,8 +61,10 @@ def reference_update(
     # 4. direction
     update = mean
     for mode in modes:
-        root = state[f"root{mode}"] if preconditioned else isotropic_root(grad.shape[mode], hyper.exponent(mode))
-        update = _times(root, update, mode) if preconditioned else root * update
+        if preconditioned:
+            update = _times(state[f"root{mode}"], update, mode)
+        else:
+            update = update * isotropic_root(grad.shape[mode], hyper.exponent(mode))
 
     # 5. length
     now = {mode: factors[mode].read().trace() + ridge_of(hyper).eps * grad.shape[mode] for mode in modes}
@@ -149,7 +152,10 @@ def _reference_soap(
         mean = state["exp_avg"] / (1 - hyper.beta1**step)
     decay = 1.0 if hyper.is_sum else hyper.beta2
     state["exp_avg_sq"].mul_(decay).add_(hyper.gain() * inside**2)
-    update = mean / ((state["exp_avg_sq"] / hyper.correction2(step)).sqrt() + hyper.eps)
+    deviation = (state["exp_avg_sq"] / hyper.correction2(step)).sqrt()
+    # rounding in entries without a gradient must not be blown up to full steps
+    floor = deviation.max() * default_cutoff(max(grad.shape), grad.dtype)
+    update = mean / (deviation + floor + hyper.eps)
     update = update.nan_to_num(nan=0.0) if hyper.eps == 0 else update
     for mode in modes:
         update = _times(state[f"basis{mode}"], update, mode)
@@ -170,4 +176,5 @@ def _reference_soap(
 
 def _times(matrix: Tensor, tensor: Tensor, mode: int) -> Tensor:
     """Multiply one mode of a tensor by a matrix."""
-    return torch.tensordot(matrix, tensor, dims=([1], [mode])).movedim(0, mode)
+    product: Tensor = torch.tensordot(matrix, tensor, dims=([1], [mode]))
+    return product.movedim(0, mode)

@@ -10,8 +10,8 @@ from torch import Tensor
 from kronscope.kron.roots import root_residual
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
-from kronscope.optim.stacks import Stack, block_key
 from kronscope.optim.pieces import Tensors, ridge_of
+from kronscope.optim.stacks import Stack, block_key
 
 __all__ = ["assign_phases", "due_blocks", "stale_blocks"]
 

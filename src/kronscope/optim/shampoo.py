@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.config import Graft, Norm, Refresh, Trace, Warmup
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
 
 __all__ = ["Shampoo"]
 
@@ -80,8 +80,8 @@ class Shampoo(KroneckerOptimizer):
         weight_decay: float = 0.0,
         *,
         exponent: float | tuple[float, ...] = -0.5,
-        scale: str | Trace | Graft | Norm | None = Trace(bound=1.0),
-        refresh: int | Refresh = Warmup(30, 10),
+        scale: str | Trace | Graft | Norm | None = DEFAULT_SCALE,
+        refresh: int | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
         block_size: int | None = None,

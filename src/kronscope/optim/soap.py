@@ -19,6 +19,7 @@ __all__ = ["SOAP"]
 
 # The published algorithm gives longer dimensions no factor.
 _PUBLISHED_MAX_SIDE = 10_000
+_SOLVER = WarmQR()
 
 
 @final
@@ -83,7 +84,7 @@ class SOAP(KroneckerOptimizer):
         view: Literal["matrix", "modes"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,
-        solver: Literal["auto"] | RootSolver = WarmQR(),
+        solver: Literal["auto"] | RootSolver = _SOLVER,
         nonfinite: Literal["skip", "raise"] = "skip",
         reference: bool = False,
     ) -> None:

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kronscope.kron.powers import default_cutoff
 from kronscope.kron.roots import eigenbases, orthogonal_iteration
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times
 
-__all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction"]
+__all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction", "soap_floor"]
 
 
 def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
@@ -39,19 +40,23 @@ def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: 
             state["exp_avg"].lerp_(inside, 1 - hyper.beta1)
         update = soap_direction(state, inside, modes, hyper, step)
     for mode in modes:
-        add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+        if hyper.published:
+            _add_gram_as_published(state[f"factor{mode}"], grads, mode, gain)
+        else:
+            add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
     return update
 
 
 def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
     """Return Adam's step in the bases, turned back; ``inside`` is the turned gradient, used without a first moment."""
-    seen = step - 1 if hyper.published else step
     mean = state["exp_avg"] if hyper.beta1 > 0 else inside
+    seen = step - 1 if hyper.published else step
     correction1, correction2 = 1 - hyper.beta1**seen, hyper.correction2(seen) ** 0.5
+    denominator = state["exp_avg_sq"].sqrt()
     if hyper.published:
-        denominator = state["exp_avg_sq"].sqrt().add_(hyper.eps).mul_(correction1 / correction2)
+        denominator.add_(hyper.eps).mul_(correction1 / correction2)
     else:
-        denominator = state["exp_avg_sq"].sqrt().div_(correction2).add_(hyper.eps).mul_(correction1)
+        denominator.add_(soap_floor(denominator)).div_(correction2).add_(hyper.eps).mul_(correction1)
     update = torch.div(mean, denominator, out=denominator)
     if hyper.eps == 0:
         # 0/0: an entry that has been zero so far moves nothing
@@ -61,6 +66,16 @@ def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: 
     return update
 
 
+def soap_floor(deviations: Tensor) -> Tensor:
+    """Return what is added to the square roots (B, ...) of a second moment: the size of rounding in the largest.
+
+    Where the gradients have no component, turning them leaves rounding errors, which Adam would blow up to full steps.
+    """
+    block = deviations.shape[1:]
+    largest = deviations.flatten(1).amax(1).view(-1, *[1] * len(block))
+    return largest * default_cutoff(max(block), deviations.dtype)
+
+
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
     if hyper.solver.is_warm and step > 1:
@@ -68,21 +83,40 @@ def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     return eigenbases(factors, old)
 
 
-def change_basis(state: Tensors, mode: int, index: Tensor, factors: Tensor, hyper: Hyper, step: int) -> None:
+def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
     """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
-    old = state[f"basis{mode}"][index]
-    new = new_basis(factors, old, hyper, step)
-    turn = new.mT @ old
-    if hyper.beta1 > 0:
-        state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
+    old, factors = state[f"basis{mode}"][index], state[f"factor{mode}"][index]
     second = state["exp_avg_sq"][index]
     if hyper.published:
-        values = (old * (factors @ old)).sum(-2)
-        order = values.argsort(-1, descending=True, stable=True)
-        shape = [-1, *[1] * (second.ndim - 1)]
-        shape[mode + 1] = second.shape[mode + 1]
-        second = second.gather(mode + 1, order.view(shape).expand_as(second)) if step > 1 else second
+        new, second = _basis_as_published(factors, old, second, mode, step)
+        turn = new.mT @ old
     else:
+        new = new_basis(factors / hyper.correction2(step), old, hyper, step)
+        turn = new.mT @ old
         second = batched_times(turn.square(), second, mode)
+    if hyper.beta1 > 0:
+        state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
     state["exp_avg_sq"][index] = second
     state[f"basis{mode}"][index] = new
+
+
+# --- the published algorithm: block by block and in its own order of operations, because in the null space of a factor
+# the basis is decided by rounding ---------------------------------------------------------------------------------
+
+
+def _add_gram_as_published(factors: Tensor, grads: Tensor, mode: int, gain: float) -> None:
+    others = [axis for axis in range(grads.ndim - 1) if axis != mode]
+    for factor, grad in zip(factors, grads, strict=True):
+        factor.lerp_(torch.tensordot(grad, grad, dims=[others, others]), gain)
+
+
+def _basis_as_published(factors: Tensor, old: Tensor, second: Tensor, mode: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the new bases, and the second moment permuted into the order of their eigenvalues."""
+    if step == 1:
+        return torch.stack([torch.linalg.eigh(factor).eigenvectors.flip(1) for factor in factors]), second
+    bases, moments = [], []
+    for factor, basis, moment in zip(factors, old, second, strict=True):
+        order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
+        moments.append(moment.index_select(mode, order))
+        bases.append(torch.linalg.qr(factor @ basis[:, order]).Q)
+    return torch.stack(bases), torch.stack(moments)

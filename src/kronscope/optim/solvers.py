@@ -11,10 +11,12 @@ from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, Roots, RootSolver
+from kronscope.optim.config import register
 
 __all__ = ["CostModel", "measure_solvers"]
 
 
+@register
 @dataclass(frozen=True)
 class CostModel:
     """A root solver that takes, for each size, the one that was measured to be fastest.
@@ -87,7 +89,9 @@ def measure_solvers(
         factors = rows @ rows.mT / (2 * size)
         row = {}
         for solver in (Eigh(float64=False), CoupledNewton()):
-            row[type(solver).__name__] = min(_seconds(solver, factors, exponent, damping) for _ in range(repeats)) / batch
+            row[type(solver).__name__] = (
+                min(_seconds(solver, factors, exponent, damping) for _ in range(repeats)) / batch
+            )
         table[size] = row
     faster = [size for size, row in table.items() if row["CoupledNewton"] < row["Eigh"]]
     return CostModel(((place.type, min(faster)),) if faster else ()), table

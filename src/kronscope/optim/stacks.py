@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,16 +119,14 @@ def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
     return state
 
 
-def build_stacks(
-    entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]
-) -> list[Stack]:
+def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]) -> list[Stack]:
     """Put the state of all parameters into stacks and leave views of them in ``state``.
 
     Args:
         entries: Parameter, layout, the first group with its options, and the options.
         state: Each parameter's state; its tensors are replaced by views.
     """
-    stacks: dict[object, Stack] = {}
+    stacks: dict[tuple[Any, ...], Stack] = {}
     for param, layout, group, hyper in entries:
         for index, tile in enumerate(layout.tiles):
             names = tuple(new_state_names(tile, hyper))
@@ -135,7 +134,6 @@ def build_stacks(
             stack = stacks.setdefault(key, Stack(tile.block, tile.factored, group))
             stack.members.append(Member(param, layout, index, group, stack.count))
     for key, stack in stacks.items():
-        assert isinstance(key, tuple)
         for name in key[-1]:
             stack.tensors[name] = _joined(stack, name, state)
         stack.phase, stack.refreshed = (_joined(stack, name, state) for name in _HOST)

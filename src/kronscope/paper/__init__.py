@@ -1,10 +1,11 @@
-"""The paper's experiments: data, models, training runs that can be resumed, and the settings of each."""
+"""The paper's experiments: data, models, training runs that can be resumed, and the figures made of them."""
 
 from __future__ import annotations
 
+from kronscope.paper.experiment import Options, run_experiment
 from kronscope.paper.runs import Run
 from kronscope.paper.scale import Settings, scaled
 from kronscope.paper.training import train
 from kronscope.paper.workloads import Workload
 
-__all__ = ["Run", "Settings", "Workload", "scaled", "train"]
+__all__ = ["Options", "Run", "Settings", "Workload", "run_experiment", "scaled", "train"]

@@ -5,7 +5,7 @@
     config.json          what was asked for; written last when a run is made, so a folder that has it is a run
     environment.json     versions and machine, without names or paths
     metrics.jsonl        one line a step
-    checkpoints/         the last two, step-00000300.pt
+    checkpoints/         the last two: step-<step>-<checksum of the file>.pt
     stored/              results of single measurements
     results.json         the results, when they are there
     done.json            written when the run is finished
@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import io
 import json
 import math
 import os
-import pickle
 import platform
 import re
 import warnings
@@ -37,9 +38,7 @@ __all__ = ["Checkpoint", "Run", "environment"]
 
 _KEEP = 2
 _CONTENTS = ("checkpoints", "stored", "metrics.jsonl", "results.json", "done.json")
-# What torch.load was seen to raise for files cut short or overwritten.
-_DAMAGED = (RuntimeError, OSError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError)
-_CHECKPOINT = re.compile(r"step-(\d{8,})\.pt")
+_CHECKPOINT = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -85,20 +84,19 @@ class Run:
         folder = Path(path)
         if not (folder / "config.json").exists():
             return cls.create(folder, config)
-        run = cls.open(folder, resume=resume)
+        found = cls.open(folder)
         if not resume:
             raise RunError(
-                f"{folder} already holds a {'finished ' if run.done else ''}run; go on with it "
+                f"{folder} already holds a {'finished ' if found.done else ''}run; go on with it "
                 f"(resume=True, --resume) or choose another folder (--out)."
             )
-        differences = _differences(run.config, _plain(config))
+        differences = _differences(found.config, _plain(config))
         if differences:
-            run.close()
             raise RunError(
                 f"{folder} holds a run with another configuration: {'; '.join(differences)}. "
                 f"Ask for the same, or choose another folder (--out)."
             )
-        return run
+        return cls.open(folder, resume=True)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Run:
@@ -221,7 +219,10 @@ class Run:
         # The lines a checkpoint counts on must reach the disk before it does.
         os.fsync(metrics.fileno())
         content = {"step": step, "metrics_bytes": metrics.tell(), "state": dict(state)}
-        write_atomically(self._checkpoints / f"step-{step:08d}.pt", lambda file: torch.save(content, file))
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        path = self._checkpoints / f"step-{step:08d}-{_checksum(buffer.getbuffer())}.pt"
+        write_atomically(path, lambda file: file.write(buffer.getbuffer()))
         for _, path in self._checkpoint_files()[:-_KEEP]:
             path.unlink()
 
@@ -251,13 +252,14 @@ class Run:
 
     def _load_latest(self) -> tuple[Checkpoint | None, int]:
         for _, path in reversed(self._checkpoint_files()):
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True)
-                return Checkpoint(content["step"], content["state"]), content["metrics_bytes"]
-            except _DAMAGED as error:
-                warnings.warn(f"{path.name} is damaged ({error}); going back to the one before.", stacklevel=4)
-                if self._lock is not None:
-                    path.unlink()
+            content = path.read_bytes()
+            # torch.load does not look at checksums, and would take changed weights for good ones.
+            if path.stem.endswith(_checksum(content)):
+                saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                return Checkpoint(saved["step"], saved["state"]), saved["metrics_bytes"]
+            warnings.warn(f"{path.name} is damaged; going back to the checkpoint before it.", stacklevel=4)
+            if self._lock is not None:
+                path.unlink()
         return None, 0
 
     def _resume(self) -> None:
@@ -307,6 +309,10 @@ def environment() -> dict[str, Any]:
         "interop_threads": torch.get_num_interop_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _checksum(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _version(package: str) -> str | None:

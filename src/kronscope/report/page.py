@@ -25,7 +25,7 @@ from kronscope.measures.table import setting_lines
 
 __all__ = ["render", "write_report"]
 
-_SCRIPTS = ("data.js", "charts.js", "table.js", "views.js", "app.js")
+_SCRIPTS = ("data.js", "marks.js", "charts.js", "table.js", "views.js", "details.js", "app.js")
 _ELSEWHERE = ("cut", "notes", "title")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 

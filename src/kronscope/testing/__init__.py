@@ -1,6 +1,6 @@
 """Public helpers to test approximations and operators, ours and yours.
 
-- :mod:`~kronscope.testing.oracle`: every matrix in full, by its textbook formula, with no code shared with the fast path;
+- :mod:`~kronscope.testing.oracle`: every matrix in full, by its textbook formula, sharing no code with the fast path;
 - :mod:`~kronscope.testing.strategies`: hypothesis strategies for gradient streams (needs hypothesis);
 - :func:`check_operator` and :func:`check_approximation`: what an operator or an approximation must satisfy.
 

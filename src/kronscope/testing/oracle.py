@@ -138,7 +138,7 @@ def power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 def in_eigenbasis(H: Tensor, left_factor: Tensor, right_factor: Tensor) -> Tensor:
-    r"""Return :math:`Q \operatorname{diag}(Q^\top H Q) Q^\top` with :math:`Q = Q_L \otimes Q_R`, the factors' eigenvectors."""
+    r"""Return :math:`Q \operatorname{diag}(Q^\top H Q) Q^\top`, with :math:`Q = Q_L \otimes Q_R` the factors' bases."""
     basis = torch.kron(*(torch.linalg.eigh(factor).eigenvectors.contiguous() for factor in (left_factor, right_factor)))
     return basis @ torch.diag(torch.diagonal(basis.T @ H @ basis)) @ basis.T
 

@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -91,7 +92,7 @@ class StreamRecipe:
         """
         whole = self._atoms()
         edges = sorted({0, self.samples, *(cut for cut in self.cuts if 0 < cut < self.samples)})
-        return GradientStream.of_chunks(*(whole.part(a, b) for a, b in zip(edges, edges[1:], strict=False)))
+        return GradientStream.of_chunks(*(whole.part(a, b) for a, b in itertools.pairwise(edges)))
 
     def _atoms(self) -> Atoms:
         generator = torch.Generator().manual_seed(self.seed)
@@ -152,7 +153,7 @@ def psd_matrices(max_dim: int = 6) -> SearchStrategy[Tensor]:
         basis = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
         values = 0.05 + torch.rand(size, dtype=torch.float64, generator=generator)
         values[rank:] = 0
-        product = (basis * values) @ basis.T
+        product: Tensor = (basis * values) @ basis.T
         return (product + product.T) / 2
 
     strategy: SearchStrategy[Tensor] = st.integers(1, max_dim).flatmap(

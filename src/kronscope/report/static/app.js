@@ -14,30 +14,57 @@ function setTheme(theme) {
 function startTheme() {
   setTheme(systemTheme());
   let chosen = false;
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (!chosen) setTheme(systemTheme()); });
-  byId("theme").addEventListener("click", () => { chosen = true; setTheme(root.dataset.theme === "dark" ? "light" : "dark"); });
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    if (!chosen) setTheme(systemTheme());
+  });
+  byId("theme").addEventListener("click", () => {
+    chosen = true;
+    setTheme(root.dataset.theme === "dark" ? "light" : "dark");
+  });
   // Paper is white.
   let before = null;
-  window.addEventListener("beforeprint", () => { before = root.dataset.theme; setTheme("light"); });
-  window.addEventListener("afterprint", () => { if (before) setTheme(before); });
+  window.addEventListener("beforeprint", () => {
+    before = root.dataset.theme;
+    setTheme("light");
+  });
+  window.addEventListener("afterprint", () => {
+    if (before) setTheme(before);
+  });
 }
 
 function drawTabs() {
   const names = Object.keys(VIEWS).filter((name) => VIEWS[name].exists);
-  const open = (name) => { state.view = name; render(); byId(`tab-${name}`).focus(); };
-  fill(byId("tabs"), names.map((name, i) => element("button", {
-    type: "button", role: "tab", id: `tab-${name}`, "aria-selected": String(name === state.view), "aria-controls": "view",
-    tabindex: name === state.view ? 0 : -1,
-    onclick: () => open(name),
-    onkeydown: (event) => {
-      const moves = { ArrowRight: 1, ArrowLeft: -1 };
-      if (event.key in moves) open(names[(i + moves[event.key] + names.length) % names.length]);
-      else if (event.key === "Home") open(names[0]);
-      else if (event.key === "End") open(names[names.length - 1]);
-      else return;
-      event.preventDefault();
-    },
-  }, VIEWS[name].title)));
+  const open = (name) => {
+    state.view = name;
+    render();
+    byId(`tab-${name}`).focus();
+  };
+  fill(
+    byId("tabs"),
+    names.map((name, i) =>
+      element(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab-${name}`,
+          "aria-selected": String(name === state.view),
+          "aria-controls": "view",
+          tabindex: name === state.view ? 0 : -1,
+          onclick: () => open(name),
+          onkeydown: (event) => {
+            const moves = { ArrowRight: 1, ArrowLeft: -1 };
+            if (event.key in moves) open(names[(i + moves[event.key] + names.length) % names.length]);
+            else if (event.key === "Home") open(names[0]);
+            else if (event.key === "End") open(names[names.length - 1]);
+            else return;
+            event.preventDefault();
+          },
+        },
+        VIEWS[name].title,
+      ),
+    ),
+  );
   byId("tabs").hidden = names.length < 2;
   byId("view").setAttribute("aria-labelledby", `tab-${state.view}`);
 }
@@ -55,19 +82,47 @@ function drawControls(view, options) {
     const values = options[name];
     if (values.length < 2) continue;
     if (name === "step") {
-      const slider = element("input", { type: "range", id: "choose-step", min: 0, max: values.length - 1, step: 1, value: values.indexOf(state.step), "aria-valuetext": `step ${state.step}` });
-      slider.addEventListener("input", () => { state.step = values[+slider.value]; render(); });
-      nodes.push(element("label", { class: "field step-field" }, element("span", {}, "Step ", element("output", { id: "step-value" }, whole(state.step))), slider));
+      const slider = element("input", {
+        type: "range",
+        id: "choose-step",
+        min: 0,
+        max: values.length - 1,
+        step: 1,
+        value: values.indexOf(state.step),
+        "aria-valuetext": `step ${state.step}`,
+      });
+      slider.addEventListener("input", () => {
+        state.step = values[+slider.value];
+        render();
+      });
+      nodes.push(
+        element(
+          "label",
+          { class: "field step-field" },
+          element("span", {}, "Step ", element("strong", { id: "step-value" }, whole(state.step))),
+          slider,
+        ),
+      );
       continue;
     }
     const choice = CHOICES[name];
-    const select = element("select", { id: `choose-${name}` }, values.map((value, i) => element("option", { value: i, selected: value === state[name] }, choice.text(value))));
-    select.addEventListener("change", () => { state[name] = values[+select.value]; render(); });
+    const select = element(
+      "select",
+      { id: `choose-${name}` },
+      values.map((value, i) => element("option", { value: i, selected: value === state[name] }, choice.text(value))),
+    );
+    select.addEventListener("change", () => {
+      state[name] = values[+select.value];
+      render();
+    });
     nodes.push(element("label", { class: "field" }, choice.title, select));
   }
   const box = element("input", { type: "checkbox", id: "fit" });
   box.checked = state.fit;
-  box.addEventListener("change", () => { state.fit = box.checked; render(); });
+  box.addEventListener("change", () => {
+    state.fit = box.checked;
+    render();
+  });
   nodes.push(element("span", { class: "spacer" }), element("label", { class: "check" }, box, "zoom in on the values"));
   fill(byId("controls"), nodes);
   if (focused) document.getElementById(focused)?.focus();
@@ -76,16 +131,50 @@ function drawControls(view, options) {
 function drawLegend(names) {
   const focused = document.activeElement && document.activeElement.dataset.name;
   const others = (name) => names.filter((other) => other !== name);
-  const alone = (name) => { others(name).forEach((other) => state.hidden.add(other)); state.hidden.delete(name); render(); };
-  fill(byId("legend"), names.map((name) => element("button", {
-    type: "button", "data-name": name, "aria-pressed": String(!state.hidden.has(name)), title: "Press to show or hide; with Shift, only this one",
-    onclick: (event) => {
-      if (event.shiftKey) { alone(name); return; }
-      if (!state.hidden.delete(name)) state.hidden.add(name);
-      render();
-    },
-  }, swatch(STYLES[name]), STYLES[name].name)),
-  names.some((name) => state.hidden.has(name)) ? element("button", { type: "button", class: "text", id: "show-all", onclick: () => { state.hidden.clear(); render(); } }, "Show all") : null);
+  const alone = (name) => {
+    others(name).forEach((other) => state.hidden.add(other));
+    state.hidden.delete(name);
+    render();
+  };
+  fill(
+    byId("legend"),
+    names.map((name) =>
+      element(
+        "button",
+        {
+          type: "button",
+          "data-name": name,
+          "aria-pressed": String(!state.hidden.has(name)),
+          title: "Press to show or hide; with Shift, only this one",
+          onclick: (event) => {
+            if (event.shiftKey) {
+              alone(name);
+              return;
+            }
+            if (!state.hidden.delete(name)) state.hidden.add(name);
+            render();
+          },
+        },
+        swatch(STYLES[name]),
+        STYLES[name].name,
+      ),
+    ),
+    names.some((name) => state.hidden.has(name))
+      ? element(
+          "button",
+          {
+            type: "button",
+            class: "text",
+            id: "show-all",
+            onclick: () => {
+              state.hidden.clear();
+              render();
+            },
+          },
+          "Show all",
+        )
+      : null,
+  );
   byId("legend").hidden = !names.length;
   if (focused) [...byId("legend").children].find((button) => button.dataset.name === focused)?.focus();
 }
@@ -110,10 +199,21 @@ function render() {
 function tree(value) {
   if (Array.isArray(value)) {
     if (value.every((item) => item === null || typeof item !== "object")) return value.map(String).join(", ") || "none";
-    return element("ol", { class: "notes" }, value.map((item) => element("li", {}, tree(item))));
+    return element(
+      "ol",
+      { class: "notes" },
+      value.map((item) => element("li", {}, tree(item))),
+    );
   }
   if (value !== null && typeof value === "object") {
-    return element("dl", { class: "tree" }, Object.entries(value).map(([name, item]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, tree(item))]));
+    return element(
+      "dl",
+      { class: "tree" },
+      Object.entries(value).map(([name, item]) => [
+        element("dt", {}, name.replaceAll("_", " ")),
+        element("dd", {}, tree(item)),
+      ]),
+    );
   }
   return value === null ? "–" : value === true ? "yes" : value === false ? "no" : String(value);
 }
@@ -122,15 +222,38 @@ function drawNotes() {
   const parts = [];
   RUNS.forEach((run) => {
     const name = RUNS.length > 1 ? ` (${run.name})` : "";
-    if (run.cut.length) parts.push(element("h3", {}, `What was cut${name}`), element("ul", { class: "notes cut" }, run.cut.map((line) => element("li", {}, line))));
-    if (run.notes.length) parts.push(element("h3", {}, `How it was measured${name}`), element("ul", { class: "notes" }, run.notes.map((line) => element("li", {}, line))));
+    if (run.cut.length)
+      parts.push(
+        element("h3", {}, `What was cut${name}`),
+        element(
+          "ul",
+          { class: "notes cut" },
+          run.cut.map((line) => element("li", {}, line)),
+        ),
+      );
+    if (run.notes.length)
+      parts.push(
+        element("h3", {}, `How it was measured${name}`),
+        element(
+          "ul",
+          { class: "notes" },
+          run.notes.map((line) => element("li", {}, line)),
+        ),
+      );
   });
   if (NOTES.length) {
-    parts.push(element("h3", {}, "Notes in the table"), element("ol", { class: "notes" }, NOTES.map((note) => {
-      const rows = ROWS.filter((row) => row.note === note);
-      const what = unique(rows.map((row) => STYLES[row.approximation].name)).join(", ");
-      return element("li", {}, `${note} (${what}; ${whole(rows.length)} row${rows.length === 1 ? "" : "s"})`);
-    })));
+    parts.push(
+      element("h3", {}, "Notes in the table"),
+      element(
+        "ol",
+        { class: "notes" },
+        NOTES.map((note) => {
+          const rows = ROWS.filter((row) => row.note === note);
+          const what = unique(rows.map((row) => STYLES[row.approximation].name)).join(", ");
+          return element("li", {}, `${note} (${what}; ${whole(rows.length)} row${rows.length === 1 ? "" : "s"})`);
+        }),
+      ),
+    );
   }
   fill(byId("notes"), parts);
   byId("notes-section").hidden = !parts.length;
@@ -138,7 +261,14 @@ function drawNotes() {
 
 function drawSettings() {
   const shown = RUNS.filter((run) => Object.keys(run.settings).length);
-  fill(byId("settings"), shown.map((run) => (shown.length > 1 ? element("details", { open: shown.length < 4 }, element("summary", {}, run.name), tree(run.settings)) : tree(run.settings))));
+  fill(
+    byId("settings"),
+    shown.map((run) =>
+      shown.length > 1
+        ? element("details", { open: shown.length < 4 }, element("summary", {}, run.name), tree(run.settings))
+        : tree(run.settings),
+    ),
+  );
   byId("settings-section").hidden = !shown.length;
 }
 
@@ -148,32 +278,56 @@ function count(many, word) {
 
 function drawHead() {
   const layers = RUNS.reduce((sum, run) => sum + unique(run.rows.map((row) => row.layer)).length, 0);
-  const facts = [RUNS.length > 1 ? count(RUNS.length, "run") : "", count(layers, "layer"), count(unique(ROWS.map((row) => row.step)).length, "step"), count(NAMES.length, "approximation"), samplesOf(ROWS)];
+  const facts = [
+    RUNS.length > 1 ? count(RUNS.length, "run") : "",
+    count(layers, "layer"),
+    count(unique(ROWS.map((row) => row.step)).length, "step"),
+    count(NAMES.length, "approximation"),
+    samplesOf(ROWS),
+  ];
   byId("facts").textContent = facts.filter(Boolean).join(" · ");
   const questions = unique(RUNS.map((run) => run.question));
-  const asking = (question) => RUNS.filter((run) => run.question === question).map((run) => run.name).join(", ");
-  fill(byId("question"), questions.length === 1 ? questions[0] : questions.map((question) => element("span", {}, element("b", {}, `${asking(question)}: `), question, element("br"))));
+  const asking = (question) =>
+    RUNS.filter((run) => run.question === question)
+      .map((run) => run.name)
+      .join(", ");
+  fill(
+    byId("question"),
+    questions.length === 1
+      ? questions[0]
+      : questions.map((question) =>
+          element("span", {}, element("b", {}, `${asking(question)}: `), question, element("br")),
+        ),
+  );
   const partial = RUNS.filter((run) => run.partial);
   byId("partial").hidden = !partial.length;
-  byId("partial").textContent = `Partial: ${RUNS.length > 1 ? `${partial.map((run) => run.name).join(", ")} ` : "the run "}was interrupted; this is what was done until then.`;
+  byId("partial").textContent =
+    `Partial: ${RUNS.length > 1 ? `${partial.map((run) => run.name).join(", ")} ` : "the run "}was interrupted; this is what was done until then.`;
 }
 
 // A picture outside the page has no variables: write their values in.
 function saveSvg() {
   const pictures = [...byId("view").querySelectorAll(".chart > svg")];
   const colors = getComputedStyle(root);
-  const whole_ = shape("svg", { xmlns: "http://www.w3.org/2000/svg" });
-  let top = 0, width = 0;
+  const all = shape("svg", { xmlns: "http://www.w3.org/2000/svg" });
+  let top = 0,
+    width = 0;
   for (const picture of pictures) {
     const [, , wide, high] = picture.getAttribute("viewBox").split(" ").map(Number);
     const copy = picture.cloneNode(true);
-    Object.entries({ x: 0, y: top, width: wide, height: high }).forEach(([name, value]) => copy.setAttribute(name, value));
-    whole_.append(copy);
+    Object.entries({ x: 0, y: top, width: wide, height: high }).forEach(([name, value]) =>
+      copy.setAttribute(name, value),
+    );
+    all.append(copy);
     top += high;
     width = Math.max(width, wide);
   }
-  Object.entries({ width, height: top, viewBox: `0 0 ${width} ${top}` }).forEach(([name, value]) => whole_.setAttribute(name, value));
-  const source = new XMLSerializer().serializeToString(whole_).replace(/var\((--[\w-]+)\)/g, (_, name) => colors.getPropertyValue(name).trim());
+  Object.entries({ width, height: top, viewBox: `0 0 ${width} ${top}` }).forEach(([name, value]) =>
+    all.setAttribute(name, value),
+  );
+  const source = new XMLSerializer()
+    .serializeToString(all)
+    .replace(/var\((--[\w-]+)\)/g, (_, name) => colors.getPropertyValue(name).trim());
   download(source, "image/svg+xml", fileName("svg"));
 }
 
@@ -182,7 +336,9 @@ function start() {
   drawHead();
   drawNotes();
   drawSettings();
-  document.querySelectorAll(".needs-script").forEach((section) => { if (!["notes-section", "settings-section"].includes(section.id)) section.hidden = !ROWS.length; });
+  document.querySelectorAll(".needs-script").forEach((section) => {
+    if (!["notes-section", "settings-section"].includes(section.id)) section.hidden = !ROWS.length;
+  });
   if (!ROWS.length) return;
   state.view = Object.keys(VIEWS).find((name) => VIEWS[name].exists);
   byId("filter").addEventListener("input", () => drawTable(shownInChart));

@@ -4,8 +4,17 @@ const RUNS = DATA.runs.map((run) => ({
   ...run,
   rows: run.rows.map((values) => Object.fromEntries(DATA.fields.map((field, i) => [field, values[i]]))),
 }));
-RUNS.forEach((run, r) => run.rows.forEach((row) => { row.run = r; row.condition = conditionOf(row); }));
-RUNS.forEach((run) => run.details.forEach((detail) => { detail.condition = conditionOf(detail); }));
+RUNS.forEach((run, r) =>
+  run.rows.forEach((row) => {
+    row.run = r;
+    row.condition = conditionOf(row);
+  }),
+);
+RUNS.forEach((run) =>
+  run.details.forEach((detail) => {
+    detail.condition = conditionOf(detail);
+  }),
+);
 const ROWS = RUNS.flatMap((run) => run.rows);
 const STYLES = DATA.styles;
 const NAMES = Object.keys(STYLES);
@@ -37,7 +46,9 @@ function byId(id) {
 }
 
 function fill(node, ...children) {
-  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  node.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""),
+  );
   return node;
 }
 
@@ -82,7 +93,10 @@ function shortStep(value) {
 
 // A name for a download that every file system takes.
 function fileName(ending) {
-  const stem = DATA.title.replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[-.]+|[-.]+$/g, "").slice(0, 80);
+  const stem = DATA.title
+    .replace(/[^A-Za-z0-9._-]+/g, "-")
+    .replace(/^[-.]+|[-.]+$/g, "")
+    .slice(0, 80);
   return `${stem || "kronscope"}.${ending}`;
 }
 

@@ -5,22 +5,53 @@ const table = { sort: null, descending: false, all: false };
 const COLUMNS = [
   { key: "run", title: "run", text: (row) => RUNS[row.run].name, name: true, hidden: RUNS.length < 2 },
   { key: "layer", title: "layer", text: (row) => row.layer, name: true },
-  { key: "shape", title: "shape", number: true, value: (row) => row.rows * row.cols, text: (row) => `${row.rows} × ${row.cols}` },
+  {
+    key: "shape",
+    title: "shape",
+    number: true,
+    value: (row) => row.rows * row.cols,
+    text: (row) => `${row.rows} × ${row.cols}`,
+  },
   { key: "step", title: "step", number: true, value: (row) => row.step, text: (row) => whole(row.step) },
   { key: "truth", title: "matrix", text: (row) => DATA.truths[row.truth] || row.truth },
   { key: "labels", title: "labels", text: (row) => row.labels },
   { key: "batch_size", title: "B", number: true, value: (row) => row.batch_size, text: (row) => whole(row.batch_size) },
   { key: "approximation", title: "approximation", text: (row) => STYLES[row.approximation].name },
   { key: "cosine", title: "cosine", number: true, value: (row) => row.cosine, text: (row) => decimal(row.cosine, 6) },
-  { key: "stderr", title: "± stderr", number: true, value: (row) => row.stderr, text: (row) => decimal(row.stderr, 6), hidden: !ROWS.some((row) => isNumber(row.stderr)) },
-  { key: "relative_error", title: "rel. error", number: true, value: (row) => row.relative_error, text: (row) => decimal(row.relative_error) },
+  {
+    key: "stderr",
+    title: "± stderr",
+    number: true,
+    value: (row) => row.stderr,
+    text: (row) => decimal(row.stderr, 6),
+    hidden: !ROWS.some((row) => isNumber(row.stderr)),
+  },
+  {
+    key: "relative_error",
+    title: "rel. error",
+    number: true,
+    value: (row) => row.relative_error,
+    text: (row) => decimal(row.relative_error),
+  },
   { key: "samples", title: "samples", number: true, value: (row) => row.samples, text: (row) => whole(row.samples) },
-  { key: "seconds", title: "seconds", number: true, value: (row) => row.seconds, text: (row) => decimal(row.seconds, 2) },
+  {
+    key: "seconds",
+    title: "seconds",
+    number: true,
+    value: (row) => row.seconds,
+    text: (row) => decimal(row.seconds, 2),
+  },
 ].filter((column) => !column.hidden);
 
 // A column that says the same everywhere takes room from the others: it is said once, above the table.
-const CONSTANT = ROWS.length > 1 ? COLUMNS.filter((column) => !["cosine", "stderr", "relative_error", "seconds"].includes(column.key)
-  && unique(ROWS.filter((row) => column.key !== "samples" || isNumber(row.cosine)).map(column.text)).length < 2) : [];
+const CONSTANT =
+  ROWS.length > 1
+    ? COLUMNS.filter(
+        (column) =>
+          !["cosine", "stderr", "relative_error", "seconds"].includes(column.key) &&
+          unique(ROWS.filter((row) => column.key !== "samples" || isNumber(row.cosine)).map(column.text)).length < 2,
+      )
+    : [];
 const SHOWN = COLUMNS.filter((column) => !CONSTANT.includes(column));
 
 const NOTES = unique(ROWS.map((row) => row.note).filter(Boolean));
@@ -30,7 +61,8 @@ function compare(column) {
   // What does not exist stays at the end, whichever way the rest is sorted.
   return (a, b) => {
     const [first, second] = [column.value(a), column.value(b)];
-    if (!isNumber(first) || !isNumber(second)) return (isNumber(second) - isNumber(first)) * (table.descending ? -1 : 1);
+    if (!isNumber(first) || !isNumber(second))
+      return (isNumber(second) - isNumber(first)) * (table.descending ? -1 : 1);
     return first - second;
   };
 }
@@ -39,7 +71,9 @@ function chosenRows(shownInChart) {
   const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const rows = (byId("only-chart").checked ? ROWS.filter(shownInChart) : ROWS).filter((row) => {
     if (!words.length) return true;
-    const haystack = [...COLUMNS.map((column) => column.text(row)), row.approximation, row.truth, row.note].join(" ").toLowerCase();
+    const haystack = [...COLUMNS.map((column) => column.text(row)), row.approximation, row.truth, row.note]
+      .join(" ")
+      .toLowerCase();
     return words.every((word) => haystack.includes(word));
   });
   const column = COLUMNS.find(({ key }) => key === table.sort);
@@ -52,26 +86,54 @@ function drawTable(shownInChart) {
   const rows = chosenRows(shownInChart);
   const few = table.all ? rows : rows.slice(0, MOST_ROWS);
   const focused = document.activeElement && document.activeElement.dataset.key;
-  const head = element("tr", {}, SHOWN.map((column) => element("th", {
-    scope: "col", class: column.number ? "number" : null,
-    "aria-sort": table.sort === column.key ? (table.descending ? "descending" : "ascending") : null,
-  }, element("button", {
-    type: "button", "data-key": column.key,
-    onclick: () => {
-      // Numbers are wanted largest first, names from A to Z; a second press turns it round.
-      table.descending = table.sort === column.key ? !table.descending : Boolean(column.number);
-      table.sort = column.key;
-      drawTable(shownInChart);
-    },
-  }, column.title))));
-  const body = few.map((row) => element("tr", {}, SHOWN.map((column) => cell(row, column))));
+  const head = element(
+    "tr",
+    {},
+    SHOWN.map((column) =>
+      element(
+        "th",
+        {
+          scope: "col",
+          class: column.number ? "number" : null,
+          "aria-sort": table.sort === column.key ? (table.descending ? "descending" : "ascending") : null,
+        },
+        element(
+          "button",
+          {
+            type: "button",
+            "data-key": column.key,
+            onclick: () => {
+              // Numbers are wanted largest first, names from A to Z; a second press turns it round.
+              table.descending = table.sort === column.key ? !table.descending : Boolean(column.number);
+              table.sort = column.key;
+              drawTable(shownInChart);
+            },
+          },
+          column.title,
+        ),
+      ),
+    ),
+  );
+  const body = few.map((row) =>
+    element(
+      "tr",
+      {},
+      SHOWN.map((column) => cell(row, column)),
+    ),
+  );
   fill(byId("table"), element("thead", {}, head), element("tbody", {}, body));
   if (focused) byId("table").querySelector(`button[data-key="${focused}"]`)?.focus();
-  byId("constant").textContent = CONSTANT.length ? `In every row: ${CONSTANT.map((column) => `${column.title} ${column.text(rows[0] || ROWS[0])}`).join(" · ")}.` : "";
-  byId("count").textContent = rows.length === ROWS.length ? `${whole(rows.length)} rows` : `${whole(rows.length)} of ${whole(ROWS.length)} rows`;
+  byId("constant").textContent = CONSTANT.length
+    ? `In every row: ${CONSTANT.map((column) => `${column.title} ${column.text(rows[0] || ROWS[0])}`).join(" · ")}.`
+    : "";
+  byId("count").textContent =
+    rows.length === ROWS.length ? `${whole(rows.length)} rows` : `${whole(rows.length)} of ${whole(ROWS.length)} rows`;
   byId("more").hidden = few.length === rows.length;
   byId("more").textContent = `Show all ${whole(rows.length)} rows`;
-  byId("more").onclick = () => { table.all = true; drawTable(shownInChart); };
+  byId("more").onclick = () => {
+    table.all = true;
+    drawTable(shownInChart);
+  };
 }
 
 function cell(row, column) {
@@ -81,7 +143,8 @@ function cell(row, column) {
     bar.style.width = `${Math.max(0, Math.min(1, row.cosine || 0)) * 100}%`;
     bar.style.background = STYLES[row.approximation].color;
     content.unshift(element("span", { class: "gauge", "aria-hidden": "true" }, bar));
-    if (row.note) content.push(element("sup", { class: "note-mark", title: row.note }, `(${NOTES.indexOf(row.note) + 1})`));
+    if (row.note)
+      content.push(element("sup", { class: "note-mark", title: row.note }, `(${NOTES.indexOf(row.note) + 1})`));
   }
   return element("td", { class: column.number ? "number" : column.name ? "name" : null }, content);
 }
@@ -89,6 +152,10 @@ function cell(row, column) {
 function csv() {
   const fields = ["run", ...DATA.fields].filter((field) => field !== "run" || RUNS.length > 1);
   const quote = (value) => (/[",\n\r]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
-  const value = (row, field) => (field === "run" ? RUNS[row.run].name : row[field] ?? "");
-  return [fields.join(","), ...ROWS.map((row) => fields.map((field) => quote(String(value(row, field)))).join(","))].join("\n") + "\n";
+  const value = (row, field) => (field === "run" ? RUNS[row.run].name : (row[field] ?? ""));
+  return (
+    [fields.join(","), ...ROWS.map((row) => fields.map((field) => quote(String(value(row, field)))).join(","))].join(
+      "\n",
+    ) + "\n"
+  );
 }

@@ -3,10 +3,16 @@ const state = { view: null, run: 0, layer: null, condition: null, step: null, hi
 const MOST_PANELS = 48;
 
 function detailsOf(kind) {
-  return RUNS.flatMap((run, r) => run.details.filter((detail) => detail.kind === kind).map((detail) => ({ ...detail, run: r })));
+  return RUNS.flatMap((run, r) =>
+    run.details.filter((detail) => detail.kind === kind).map((detail) => ({ ...detail, run: r })),
+  );
 }
 
-const DETAILS = { exponents: detailsOf("exponents"), batch_sizes: detailsOf("batch_sizes"), spectrum: detailsOf("spectrum") };
+const DETAILS = {
+  exponents: detailsOf("exponents"),
+  batch_sizes: detailsOf("batch_sizes"),
+  spectrum: detailsOf("spectrum"),
+};
 
 function panels() {
   const found = new Map();
@@ -16,7 +22,8 @@ function panels() {
     found.get(key).rows.push(row);
   }
   const order = unique(ROWS.map((row) => row.condition));
-  return [...found.values()].filter((panel) => unique(panel.rows.map((row) => row.step)).length > 1)
+  return [...found.values()]
+    .filter((panel) => unique(panel.rows.map((row) => row.step)).length > 1)
     .sort((a, b) => order.indexOf(a.condition) - order.indexOf(b.condition));
 }
 
@@ -24,12 +31,52 @@ const PANELS = panels();
 const MANY_LAYERS = RUNS.some((run) => unique(run.rows.map((row) => row.layer)).length > 1);
 
 const VIEWS = {
-  overview: { title: "Overview", exists: PANELS.length > 1, items: () => ROWS, choices: [], legend: true, draw: drawOverview },
-  training: { title: "Over training", exists: PANELS.length > 0, items: () => PANELS.flatMap((panel) => panel.rows), choices: ["run", "layer", "condition"], legend: true, draw: drawTraining },
-  layers: { title: MANY_LAYERS ? "Across layers" : "At one step", exists: ROWS.length > 0, items: () => ROWS, choices: ["run", "condition", "step"], legend: true, draw: drawLayers },
-  exponents: { title: "Exponents", exists: DETAILS.exponents.length > 0, items: () => DETAILS.exponents, choices: ["run", "layer", "condition"], draw: drawExponents },
-  batch_sizes: { title: "Batch sizes", exists: DETAILS.batch_sizes.length > 0, items: () => DETAILS.batch_sizes, choices: ["run", "layer", "condition", "step"], legend: true, draw: drawBatchSizes },
-  spectrum: { title: "Spectrum", exists: DETAILS.spectrum.length > 0, items: () => DETAILS.spectrum, choices: ["run", "layer", "condition", "step"], draw: drawSpectrum },
+  overview: {
+    title: "Overview",
+    exists: PANELS.length > 1,
+    items: () => ROWS,
+    choices: [],
+    legend: true,
+    draw: drawOverview,
+  },
+  training: {
+    title: "Over training",
+    exists: PANELS.length > 0,
+    items: () => PANELS.flatMap((panel) => panel.rows),
+    choices: ["run", "layer", "condition"],
+    legend: true,
+    draw: drawTraining,
+  },
+  layers: {
+    title: MANY_LAYERS ? "Across layers" : "At one step",
+    exists: ROWS.length > 0,
+    items: () => ROWS,
+    choices: ["run", "condition", "step"],
+    legend: true,
+    draw: drawLayers,
+  },
+  exponents: {
+    title: "Exponents",
+    exists: DETAILS.exponents.length > 0,
+    items: () => DETAILS.exponents,
+    choices: ["run", "layer", "condition"],
+    draw: drawExponents,
+  },
+  batch_sizes: {
+    title: "Batch sizes",
+    exists: DETAILS.batch_sizes.length > 0,
+    items: () => DETAILS.batch_sizes,
+    choices: ["run", "layer", "condition", "step"],
+    legend: true,
+    draw: drawBatchSizes,
+  },
+  spectrum: {
+    title: "Spectrum",
+    exists: DETAILS.spectrum.length > 0,
+    items: () => DETAILS.spectrum,
+    choices: ["run", "layer", "condition", "step"],
+    draw: drawSpectrum,
+  },
 };
 
 function matches(item, names) {
@@ -43,20 +90,24 @@ function settle(view) {
   for (const name of view.choices) {
     const values = unique(items.map((item) => item[name]));
     options[name] = name === "step" ? ascending(values) : values;
-    if (!values.includes(state[name])) state[name] = name === "step" ? options[name][options[name].length - 1] : values[0];
+    if (!values.includes(state[name]))
+      state[name] = name === "step" ? options[name][options[name].length - 1] : values[0];
     items = items.filter((item) => item[name] === state[name]);
   }
   return { options, items };
 }
 
 function seriesBy(rows, horizontal) {
-  return NAMES.filter((name) => !state.hidden.has(name)).map((name) => ({
-    name: STYLES[name].name,
-    look: STYLES[name],
-    points: rows.filter((row) => row.approximation === name)
-      .map((row) => ({ x: row[horizontal], y: row.cosine, error: row.stderr, note: row.note }))
-      .sort((a, b) => a.x - b.x),
-  })).filter((series) => series.points.length);
+  return NAMES.filter((name) => !state.hidden.has(name))
+    .map((name) => ({
+      name: STYLES[name].name,
+      look: STYLES[name],
+      points: rows
+        .filter((row) => row.approximation === name)
+        .map((row) => ({ x: row[horizontal], y: row.cosine, error: row.stderr, note: row.note }))
+        .sort((a, b) => a.x - b.x),
+    }))
+    .filter((series) => series.points.length);
 }
 
 function visible(rows) {
@@ -64,13 +115,20 @@ function visible(rows) {
 }
 
 function chartHolder(label) {
-  return element("div", { class: "chart", tabindex: 0, role: "group", "aria-label": `${label}. Arrow keys read the values.` });
+  return element("div", {
+    class: "chart",
+    tabindex: 0,
+    role: "group",
+    "aria-label": `${label}. Arrow keys read the values.`,
+  });
 }
 
 function samplesOf(rows) {
   const counts = ascending(rows.filter((row) => isNumber(row.cosine)).map((row) => row.samples));
   if (!counts.length) return "";
-  return counts.length === 1 ? `${whole(counts[0])} samples` : `${whole(counts[0])} to ${whole(counts[counts.length - 1])} samples`;
+  return counts.length === 1
+    ? `${whole(counts[0])} samples`
+    : `${whole(counts[0])} to ${whole(counts[counts.length - 1])} samples`;
 }
 
 function where(parts) {
@@ -84,33 +142,77 @@ function shapeOf(row) {
 
 function drawOverview(view) {
   const shown = PANELS.slice(0, MOST_PANELS);
-  const limits = cosineLimits(visible(shown.flatMap((panel) => panel.rows)).map((row) => row.cosine), state.fit);
+  const limits = cosineLimits(
+    visible(shown.flatMap((panel) => panel.rows)).map((row) => row.cosine),
+    state.fit,
+  );
   const columns = unique(shown.map((panel) => JSON.stringify([panel.run, panel.layer]))).length;
   // Several layers: as in the paper, one group for each matrix. A single one: the matrices beside each other.
-  const groups = columns > 1 ? unique(shown.map((panel) => panel.condition)).map((condition) => shown.filter((panel) => panel.condition === condition)) : [shown];
+  const groups =
+    columns > 1
+      ? unique(shown.map((panel) => panel.condition)).map((condition) =>
+          shown.filter((panel) => panel.condition === condition),
+        )
+      : [shown];
   const holders = [];
-  fill(view, groups.map((group) => {
-    const grid = element("div", { class: group.length <= (columns > 1 ? 2 : 4) ? "panels few" : "panels" });
-    // As many columns as fit, but no single panel left over in a last row of its own.
-    const room = Math.max(1, Math.min(4, Math.floor(view.clientWidth / 250)));
-    if (grid.className === "panels") grid.style.gridTemplateColumns = `repeat(${Math.ceil(group.length / Math.ceil(group.length / room))}, minmax(0, 1fr))`;
-    for (const panel of group) {
-      const names = [RUNS.length > 1 ? RUNS[panel.run].name : "", panel.layer].filter(Boolean).join(" · ");
-      const label = `${conditionName(panel.condition)}, ${names}`;
-      const holder = chartHolder(label);
-      const open = () => { Object.assign(state, { view: "training", run: panel.run, layer: panel.layer, condition: panel.condition }); render(); byId("tab-training").focus(); };
-      grid.append(element("div", { class: "panel" }, element("h3", {}, element("button", { type: "button", onclick: open, title: "Open this panel", "aria-label": `Open ${label}` }, breakable(columns > 1 ? names : conditionName(panel.condition)))), holder));
-      holders.push([holder, panel, label]);
-    }
-    return columns > 1 ? [element("h3", { class: "group" }, conditionName(group[0].condition)), grid] : grid;
-  }));
+  fill(
+    view,
+    groups.map((group) => {
+      const grid = element("div", { class: group.length <= (columns > 1 ? 2 : 4) ? "panels few" : "panels" });
+      // As many columns as fit, but no single panel left over in a last row of its own.
+      const room = Math.max(1, Math.min(4, Math.floor(view.clientWidth / 250)));
+      if (grid.className === "panels")
+        grid.style.gridTemplateColumns = `repeat(${Math.ceil(group.length / Math.ceil(group.length / room))}, minmax(0, 1fr))`;
+      for (const panel of group) {
+        const names = [RUNS.length > 1 ? RUNS[panel.run].name : "", panel.layer].filter(Boolean).join(" · ");
+        const label = `${conditionName(panel.condition)}, ${names}`;
+        const holder = chartHolder(label);
+        const open = () => {
+          Object.assign(state, { view: "training", run: panel.run, layer: panel.layer, condition: panel.condition });
+          render();
+          byId("tab-training").focus();
+        };
+        grid.append(
+          element(
+            "div",
+            { class: "panel" },
+            element(
+              "h3",
+              {},
+              element(
+                "button",
+                { type: "button", onclick: open, title: "Open this panel", "aria-label": `Open ${label}` },
+                breakable(columns > 1 ? names : conditionName(panel.condition)),
+              ),
+            ),
+            holder,
+          ),
+        );
+        holders.push([holder, panel, label]);
+      }
+      return columns > 1 ? [element("h3", { class: "group" }, conditionName(group[0].condition)), grid] : grid;
+    }),
+  );
   for (const [holder, panel, label] of holders) {
     const height = holder.clientWidth > 340 ? 210 : 170;
-    lineChart(holder, { series: seriesBy(panel.rows, "step"), label, limits, height, small: true, xTitle: (step) => `Step ${whole(step)}` });
+    lineChart(holder, {
+      series: seriesBy(panel.rows, "step"),
+      label,
+      limits,
+      height,
+      small: true,
+      xTitle: (step) => `Step ${whole(step)}`,
+    });
   }
-  const more = PANELS.length > MOST_PANELS ? ` The first ${MOST_PANELS} of ${PANELS.length} panels are shown; the other views have all.` : "";
+  const more =
+    PANELS.length > MOST_PANELS
+      ? ` The first ${MOST_PANELS} of ${PANELS.length} panels are shown; the other views have all.`
+      : "";
   const layer = columns > 1 ? "" : ` of ${shown[0].layer}`;
-  return { rows: shown.flatMap((panel) => panel.rows), caption: `Cosine${layer} against the training step, all panels on the same scale. Press a panel's title to open it.${more}` };
+  return {
+    rows: shown.flatMap((panel) => panel.rows),
+    caption: `Cosine${layer} against the training step, all panels on the same scale. Press a panel's title to open it.${more}`,
+  };
 }
 
 function drawTraining(view, rows) {
@@ -118,10 +220,16 @@ function drawTraining(view, rows) {
   const holder = chartHolder(label);
   fill(view, holder);
   lineChart(holder, {
-    series: seriesBy(rows, "step"), label, xLabel: "step", xTitle: (step) => `Step ${whole(step)}`,
+    series: seriesBy(rows, "step"),
+    label,
+    xLabel: "step",
+    xTitle: (step) => `Step ${whole(step)}`,
     limits: cosineLimits(visible(rows).flatMap(reach), state.fit),
   });
-  return { rows, caption: `Cosine with the true matrix against the training step: ${where([conditionName(state.condition), shapeOf(rows[0]), samplesOf(rows)])}.` };
+  return {
+    rows,
+    caption: `Cosine with the true matrix against the training step: ${where([conditionName(state.condition), shapeOf(rows[0]), samplesOf(rows)])}.`,
+  };
 }
 
 // Only a fitted axis makes room for the ends of the error bars; the others have it.
@@ -132,101 +240,30 @@ function reach(row) {
 function drawLayers(view, rows) {
   const layers = unique(rows.map((row) => row.layer));
   const shown = visible(rows);
-  const dot = (row) => ({ name: STYLES[row.approximation].name, look: STYLES[row.approximation], x: row.cosine, error: row.stderr, note: row.note });
+  const dot = (row) => ({
+    name: STYLES[row.approximation].name,
+    look: STYLES[row.approximation],
+    x: row.cosine,
+    error: row.stderr,
+    note: row.note,
+  });
   const ordered = NAMES.flatMap((name) => shown.filter((row) => row.approximation === name));
-  const lines = layers.length > 1
-    ? layers.map((layer) => ({ name: layer, title: shapeOf(rows.find((row) => row.layer === layer)), dots: ordered.filter((row) => row.layer === layer).map(dot) }))
-    : ordered.map((row) => ({ name: STYLES[row.approximation].name, dots: [dot(row)] }));
+  const lines =
+    layers.length > 1
+      ? layers.map((layer) => ({
+          name: layer,
+          title: shapeOf(rows.find((row) => row.layer === layer)),
+          dots: ordered.filter((row) => row.layer === layer).map(dot),
+        }))
+      : ordered.map((row) => ({ name: STYLES[row.approximation].name, dots: [dot(row)] }));
   const label = `Cosine of each ${layers.length > 1 ? "layer" : "approximation"} at step ${state.step}, ${conditionName(state.condition)}`;
   const holder = chartHolder(label);
   fill(view, holder);
   if (lines.length) dotChart(holder, { lines, label, limits: cosineLimits(shown.flatMap(reach), state.fit) });
   else fill(holder, element("p", { class: "empty" }, "Nothing to show: turn on an approximation."));
   const layer = layers.length > 1 ? "" : shapeOf(rows[0]);
-  return { rows, caption: `Cosine with the true matrix at step ${whole(state.step)}: ${where([conditionName(state.condition), layer, samplesOf(rows)])}.` };
-}
-
-function stepColor(step, steps) {
-  const part = steps.length > 1 ? (step - steps[0]) / (steps[steps.length - 1] - steps[0]) : 1;
-  return `hsl(${Math.round(270 - 225 * part)} 65% 52%)`;
-}
-
-function drawExponents(view, sweeps) {
-  const sorted = [...sweeps].sort((a, b) => a.step - b.step);
-  const steps = sorted.map((sweep) => sweep.step);
-  const looks = sorted.map((sweep) => ({ color: stepColor(sweep.step, steps), width: 1.6, marker: "o" }));
-  const best = sorted.map((sweep) => {
-    const { exponent, cosine } = sweep.values;
-    const place = cosine.reduce((found, value, i) => (isNumber(value) && (found < 0 || value > cosine[found]) ? i : found), -1);
-    return place < 0 ? { x: sweep.step, y: null } : { x: sweep.step, y: exponent[place], cosine: cosine[place] };
-  });
-  const where_ = where([conditionName(state.condition), state.layer]);
-  const first = chartHolder(`Cosine of powers of L ⊗ R, ${where_}`);
-  const second = chartHolder(`Best exponent against step, ${where_}`);
-  fill(view, element("div", { class: "pair" },
-    element("div", {}, element("h3", {}, "Cosine of (L ⊗ R)ᵖ, one line per step"), first),
-    steps.length > 1 ? element("div", {}, element("h3", {}, "The exponent that fits best"), second) : null));
-  const series = sorted.map((sweep, i) => ({
-    name: `step ${whole(sweep.step)}`, look: looks[i], plain: true,
-    points: sweep.values.exponent.map((x, k) => ({ x, y: sweep.values.cosine[k] })),
-  }));
-  best.forEach((point, i) => {
-    if (isNumber(point.y)) series.push({ name: `best at step ${whole(point.x)}`, look: { ...looks[i], width: 2.4 }, dots: true, silent: true, points: [{ x: point.y, y: point.cosine }] });
-  });
-  const ends = sorted.flatMap((sweep) => sweep.values.exponent);
-  const marks = [{ x: 0.5, name: "Shampoo" }, { x: 1, name: "Shampoo²" }].filter((mark) => mark.x >= Math.min(...ends) && mark.x <= Math.max(...ends));
-  lineChart(first, {
-    series, marks, label: first.getAttribute("aria-label"), xLabel: "exponent p", xTitle: (p) => `p = ${+p.toFixed(3)}`, tickText: (p) => String(+p.toFixed(3)),
-    ticks: niceTicks(Math.min(...ends), Math.max(...ends), 5).ticks, limits: cosineLimits(sorted.flatMap((sweep) => sweep.values.cosine), state.fit),
-  });
-  if (steps.length > 1) {
-    const values = best.map((point) => point.y).filter(isNumber);
-    const pad = Math.max(0.1, 0.1 * (Math.max(...values, 1) - Math.min(...values, 0.5)));
-    lineChart(second, {
-      series: [{ name: "best exponent", look: { color: "var(--accent)", width: 1.6, marker: "o" }, points: best.map(({ x, y }) => ({ x, y })) }],
-      label: second.getAttribute("aria-label"), xLabel: "step", yLabel: "exponent p", xTitle: (step) => `Step ${whole(step)}`,
-      limits: [Math.min(...values, 0.5) - pad, Math.max(...values, 1) + pad],
-    });
-  }
-  const ramp = steps.length > 1 ? ["Colour is the step: ", element("span", {}, swatch({ ...looks[0], marker: null })), ` ${whole(steps[0])} to `, element("span", {}, swatch({ ...looks[looks.length - 1], marker: null })), ` ${whole(steps[steps.length - 1])}. `] : [];
-  return { caption: [`Cosine of (L ⊗ R)ᵖ with the true matrix: ${where_}. Rings mark the best p; Shampoo is p = ½, Shampoo² is p = 1. `, ...ramp] };
-}
-
-function drawBatchSizes(view, sweeps) {
-  const sweep = sweeps[0];
-  const holder = chartHolder(`Cosine against batch size, ${state.layer}`);
-  fill(view, holder);
-  const sizes = sweep.values.batch_size;
-  const names = NAMES.filter((name) => Array.isArray(sweep.values[name]));
-  const shown = names.filter((name) => !state.hidden.has(name));
-  lineChart(holder, {
-    series: shown.map((name) => ({ name: STYLES[name].name, look: STYLES[name], points: sizes.map((x, i) => ({ x, y: sweep.values[name][i] })) })),
-    label: holder.getAttribute("aria-label"), log: true, xLabel: "batch size B (logarithmic)", xTitle: (size) => `B = ${whole(size)}`, tickText: (size) => whole(size),
-    limits: cosineLimits(shown.flatMap((name) => sweep.values[name]), state.fit),
-  });
-  return { names, caption: `How the batch size the approximations are fitted with changes their cosine: ${where([conditionName(state.condition), state.layer, `step ${whole(state.step)}`])}.` };
-}
-
-function drawSpectrum(view, spectra) {
-  const spectrum = spectra[0];
-  const all = DETAILS.spectrum.filter((item) => matches(item, ["run", "layer", "condition"])).sort((a, b) => a.step - b.step);
-  const first = chartHolder("One-round cosines against step");
-  const second = chartHolder(`Leading singular values and traces at step ${state.step}`);
-  fill(view, element("div", { class: "pair" },
-    all.length > 1 ? element("div", {}, element("h3", {}, "σ₁ / ‖σ‖ and the first round from the identity"), first, drawKey(DATA.curves)) : null,
-    element("div", {}, element("h3", {}, `Leading σᵢ and |αᵢ| at step ${whole(state.step)}, divided by the first`), second, drawKey(DATA.bars))));
-  if (all.length > 1) {
-    const series = Object.entries(DATA.curves).map(([key, look]) => ({ name: look.name, look, points: all.map((item) => ({ x: item.step, y: item.values[key] })) }));
-    lineChart(first, { series, label: first.getAttribute("aria-label"), xLabel: "step", xTitle: (step) => `Step ${whole(step)}`, limits: cosineLimits(series.flatMap((line) => line.points.map((point) => point.y)), state.fit) });
-  }
-  const leading = (key) => (spectrum.values[key] || []).slice(0, 16).map((value, i, list) => ({ x: i + 1, y: isNumber(value) && list[0] ? Math.abs(value / list[0]) : null }));
-  const bars = Object.entries(DATA.bars).map(([key, look]) => ({ name: look.name, look, bars: key === "sigma", dots: key !== "sigma", points: leading(key) }));
-  const top = Math.max(1, ...bars.flatMap((line) => line.points.map((point) => point.y)).filter(isNumber));
-  lineChart(second, { series: bars, label: second.getAttribute("aria-label"), xLabel: "i", yLabel: "relative to the first", xTitle: (i) => `i = ${i}`, limits: [0, 1.05 * top], pad: 0.06 });
-  const numbers = `σ₁/‖σ‖ = ${decimal(spectrum.values.ratio)}, L ${decimal(spectrum.values.left)}, R ${decimal(spectrum.values.right)} at this step.`;
-  return { caption: `Why one round from the identity is enough: ${where([conditionName(state.condition), state.layer])}. ${numbers} The L and R curves stay near 1 as long as α₁ exceeds the other αᵢ.` };
-}
-
-function drawKey(looks) {
-  return element("div", { class: "legend" }, Object.values(looks).map((look) => element("span", { class: "key" }, swatch(look), look.name)));
+  return {
+    rows,
+    caption: `Cosine with the true matrix at step ${whole(state.step)}: ${where([conditionName(state.condition), layer, samplesOf(rows)])}.`,
+  };
 }

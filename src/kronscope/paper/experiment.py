@@ -1,0 +1,231 @@
+"""One experiment of the paper: train a workload, measure along the way, keep everything in one folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from kronscope.gradients.history import GradientHistory
+from kronscope.measures import Results, measure, measure_history
+from kronscope.measures.probes import Probes
+from kronscope.measures.schema import dumps, loads
+from kronscope.paper.data import Dataset
+from kronscope.paper.models import logits
+from kronscope.paper.plans import Fit, Plan
+from kronscope.paper.runs import Run
+from kronscope.paper.scale import Settings
+from kronscope.paper.training import Progress, Stateful, train
+
+__all__ = ["Options", "run_experiment"]
+
+# A history may fill half of what the disk has left, and never more than this.
+_MOST_HISTORY = 20 << 30
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure, besides what the figure asks for.
+
+    Args:
+        draws: Label draws per sample, where labels are sampled.
+        probes: Also estimate each cosine with this many random probes, as the paper did; 0 for none.
+        population: Estimate for the population the samples came from, with error bars.
+        memory_budget: As for :func:`kronscope.measure`.
+    """
+
+    draws: int = 1
+    probes: int = 0
+    population: bool = False
+    memory_budget: int | str | None = None
+
+
+def run_experiment(
+    plan: Plan,
+    settings: Settings,
+    dataset: Dataset,
+    folder: str | os.PathLike[str],
+    *,
+    options: Options | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    measuring: Callable[[int | None], None] = lambda step: None,
+    show_bars: bool = True,
+) -> Results:
+    """Train and measure; the folder then holds config, environment, metrics, checkpoints and ``results.json``.
+
+    A run that was killed at any moment goes on with ``resume`` and ends with the same ``results.json``, byte for byte
+    on one machine: measurements are kept step by step, and times are left out of the file.
+
+    Args:
+        plan: What to measure.
+        settings: What to train and for how long.
+        dataset: The data.
+        folder: The run's folder.
+        options: How to measure.
+        resume: Go on with the run that is there.
+        progress: Called after every training step.
+        measuring: Called with the step before measuring there, and with None when training goes on.
+        show_bars: Let measurements show their progress.
+
+    Returns:
+        All rows: Gauss–Newton at each measured step, Adagrad at each but the first.
+
+    Raises:
+        RunError: The folder holds another run, or is in use.
+    """
+    options = options or Options()
+    settings = settings.on(dataset)
+    config = {**settings.config(dataset), "figure": plan.name, "options": vars(options) | {}}
+    with Run.start(folder, config, resume=resume) as run:
+        work = _Experiment(plan, settings, dataset, options, run, show_bars)
+
+        def on_measure(step: int, model: nn.Module) -> None:
+            measuring(step)
+            work.measure_step(step, model)
+            measuring(None)
+
+        if not run.done:
+            train(settings, dataset, run=run, on_start=work.attach, on_measure=on_measure, progress=progress)
+            measuring(settings.steps)
+            results = work.finish()
+            results.save(run.results_path)
+            run.finish()
+            measuring(None)
+        return Results.load(run.results_path)
+
+
+class _Experiment:
+    def __init__(
+        self, plan: Plan, settings: Settings, dataset: Dataset, options: Options, run: Run, show_bars: bool
+    ) -> None:
+        self.plan, self.settings, self.dataset, self.options, self.run = plan, settings, dataset, options, run
+        self.show_bars = show_bars
+        self.names: dict[str, str] = {}
+        self.history: GradientHistory | None = None
+
+    # ------------------------------------------------------------------ along the way
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Stateful]:
+        """Find the layers and start recording gradients."""
+        self.names = {spec: name for name, spec in self.settings.definition.layer_specs(model).items()}
+        if not self.plan.adagrad:
+            return {}
+        folder = self.run.folder / "history"
+        fresh = self.run.latest() is None
+        if fresh and folder.exists():
+            shutil.rmtree(folder)  # left by a run that was killed before its first checkpoint
+        space = min(_MOST_HISTORY, shutil.disk_usage(self.run.folder).free // 2)
+        self.history = GradientHistory.attach(optimizer, model, list(self.names), folder, space=space, resume=not fresh)
+        return {"history": self.history}
+
+    def measure_step(self, step: int, model: nn.Module) -> None:
+        """Measure against the Gauss–Newton matrix; what a killed run had measured is not measured again."""
+        data = self.dataset.sample(self.settings.samples, self.settings.seed)
+        loss = self.settings.definition.loss().to(self.settings.device)
+        for index, fit in enumerate(self.plan.gauss_newton):
+            name = f"gauss_newton-{index}-{step}"
+            if self.run.stored(name) is None:
+                self._store(name, self._measured(model, loss, data, fit, step, "exact"))
+            if self.options.probes and self.run.stored(f"probes-{index}-{step}") is None:
+                probes = Probes(self.options.probes, seed=self.settings.seed + step)
+                self._store(f"probes-{index}-{step}", self._measured(model, loss, data, fit, step, probes))
+
+    def _measured(
+        self, model: nn.Module, loss: nn.Module, data: Any, fit: Fit, step: int, estimator: str | Probes
+    ) -> Results:
+        exact = estimator == "exact"
+        return measure(
+            model,
+            loss,
+            data,
+            layers=list(self.names),
+            labels=None if fit.labels == "exact" else fit.labels,
+            batch_size=fit.batch_size,
+            approximations=fit.approximations,
+            seed=self.settings.seed,
+            step=step,
+            forward=logits,
+            draws=self.options.draws,
+            population=self.options.population and exact,
+            estimator=estimator,
+            memory_budget=self.options.memory_budget,
+            details=fit.details if exact else (),
+            progress=self.show_bars,
+        )
+
+    def _store(self, name: str, results: Results) -> None:
+        if results.partial:
+            raise KeyboardInterrupt
+        rows = [replace(row, layer=self.names[row.layer], seconds=math.nan) for row in results.rows]
+        details = [replace(detail, layer=self.names[detail.layer]) for detail in results.details]
+        self.run.store(name, json.loads(dumps(Results(rows, details, results.settings))))
+
+    # ------------------------------------------------------------------ at the end
+
+    def finish(self) -> Results:
+        """Measure Adagrad's matrix and put everything together."""
+        steps = [step for step in self.settings.measure_at if step > 0]
+        if self.history is not None:
+            self.history.detach()
+            if steps and self.run.stored("adagrad") is None:
+                measured = measure_history(
+                    self.history,
+                    self.plan.adagrad,
+                    steps,
+                    details=self.plan.adagrad_details,
+                    progress=self.show_bars,
+                )
+                self._store("adagrad", measured)
+            self.history.close()
+        parts = [
+            part
+            for step in self.settings.measure_at
+            for index in range(len(self.plan.gauss_newton))
+            if (part := self._load(f"gauss_newton-{index}-{step}")) is not None
+        ]
+        if (adagrad := self._load("adagrad")) is not None:
+            parts.append(adagrad)
+        merged = parts[0].merge(*parts[1:])
+        self._save_probes()
+        return Results(merged.rows, merged.details, {**self._settings(), "runs": merged.settings.get("runs", [])})
+
+    def _settings(self) -> dict[str, Any]:
+        workload = self.settings.definition
+        config = self.settings.config(self.dataset)
+        kept = ("workload", "scale", "steps", "batch", "samples", "optimizer", "lr", "weight_decay", "momentum", "seed")
+        return {
+            "title": f"{workload.title}: {self.plan.title}",
+            **{name: config[name] for name in kept},
+            "data": self.dataset.title,
+            "layers": {name: spec for spec, name in self.names.items()},
+            "cut": list(self.settings.cuts) or ["nothing: the paper's settings"],
+            "notes": list(workload.notes),
+            "population": self.options.population,
+            "environment": self.run.environment,
+        }
+
+    def _load(self, name: str) -> Results | None:
+        stored = self.run.stored(name)
+        return None if stored is None else loads(json.dumps(stored), name)
+
+    def _save_probes(self) -> None:
+        parts = [
+            part
+            for step in self.settings.measure_at
+            for index in range(len(self.plan.gauss_newton))
+            if (part := self._load(f"probes-{index}-{step}")) is not None
+        ]
+        if parts:
+            merged = parts[0].merge(*parts[1:])
+            Results(merged.rows, merged.details, {**self._settings(), "estimator": "probes"}).save(
+                Path(self.run.folder) / "probes.json"
+            )

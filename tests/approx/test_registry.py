@@ -1,0 +1,82 @@
+"""Facts: approximations are found by name, and a wrong name or option says what exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from kronscope import approx
+from kronscope.approx import registry
+from kronscope.errors import OptionError
+from kronscope.gradients.stream import GradientStream
+from kronscope.kron import Identity
+
+
+def test_the_promised_names_exist() -> None:
+    promised = "optimal shampoo2 shampoo kfac-reduce kfac-expand ekfac soap tnt caspr kl one-sided diagonal identity"
+    assert set(promised.split()) <= set(approx.names())
+
+
+def test_flags_say_which_fits_are_kronecker_products() -> None:
+    others = {a.name for a in approx.all_approximations() if not a.kronecker}
+    assert others == {"kronecker-sum", "ekfac", "soap", "caspr", "diagonal"}
+    assert {a.name for a in approx.all_approximations() if not a.uses_batches} == {
+        "kfac-reduce",
+        "kfac-expand",
+        "ekfac",
+    }
+    assert {a.name for a in approx.all_approximations() if a.fits_truth} == {
+        "optimal",
+        "optimal-paper",
+        "kronecker-sum",
+    }
+
+
+def test_a_wrong_name_lists_near_ones() -> None:
+    with pytest.raises(OptionError, match="did you mean 'shampoo2' or 'shampoo'"):
+        approx.get("shampo2")
+    with pytest.raises(OptionError, match="there are: optimal, "):
+        approx.get("xyzzy")
+
+
+def test_a_wrong_option_lists_those_there_are() -> None:
+    with pytest.raises(OptionError, match="has no option power; it has: exponent"):
+        approx.get("shampoo", power=2)
+    with pytest.raises(OptionError, match="it has: none"):
+        approx.get("identity", power=2)
+    with pytest.raises(OptionError, match="rank 1 or more"):
+        approx.get("kronecker-sum", rank=0)
+    with pytest.raises(OptionError, match="at least one round"):
+        approx.get("optimal-paper", rounds=0)
+
+
+@dataclass(frozen=True)
+class Mine:
+    name: ClassVar[str] = "mine"
+    title: ClassVar[str] = "Mine"
+
+    def fit(self, stream: GradientStream) -> Identity:
+        return Identity(stream.shape)
+
+
+def test_one_s_own_is_registered_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    approx.register(Mine)
+    found = approx.get("mine")
+    assert isinstance(found, Mine)
+    assert (found.kronecker, found.fits_truth, found.uses_batches) == (False, False, True)
+    own = Mine()
+    assert approx.get(own) is own  # type: ignore[arg-type]  # the flags come with registration
+
+    class Other(Mine):
+        pass
+
+    with pytest.raises(OptionError, match="exists already"):
+        approx.register(Other)
+
+
+def test_objects_that_cannot_fit_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"needs a name and a fit\(stream\) method"):
+        approx.get(3)  # type: ignore[arg-type]
