@@ -194,7 +194,13 @@ def conv(repeats: int) -> dict[str, Any]:
     )
     middle = {name: statistics.median(values) for name, values in times.items()}
     optimum = ks.measure(
-        model, loss, [(inputs, targets)], layers=["0.weight"], approximations=("optimal",), details=("spectrum",), progress=False
+        model,
+        loss,
+        [(inputs, targets)],
+        layers=["0.weight"],
+        approximations=("optimal",),
+        details=("spectrum",),
+        progress=False,
     )
     spectrum = optimum.details[0]
     return {

@@ -1,53 +1,100 @@
-"""The python code blocks of README.md and docs/*.md run, in order, one namespace per file.
+"""The documentation is true: its python blocks run, print what it says they print, and it leaves nothing out.
 
-A block opened by ```` ```python no-run ```` is shown but not run.
+The blocks of README.md and of each file in docs/ run in order, with one namespace per file. A block opened by
+```` ```python no-run ```` is shown but not run. A ```` ```text ```` block right after a python block is what that
+block prints: the same words, and numbers that differ by no more than 0.002.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import click
 import pytest
+import typer
+
+import kronscope
+from kronscope import approx, cli, errors
+from kronscope.approx import registry
+from kronscope.measures.rows import COLUMNS
 
 ROOT = Path(__file__).parent.parent
-FENCE = re.compile(
-    r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=ticks)`*[ \t]*$", re.MULTILINE | re.DOTALL
-)
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=ticks)`*[ \t]*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
+TOLERANCE = 0.002
+# Times differ from machine to machine, and the line under a table's head with the widths of its numbers.
+UNCHECKED = re.compile(r"^Measured in .*$|─+", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A code block and the number of its first line."""
+    """A code block, the number of its first line, and what it should print, if the document says so."""
 
     line: int
     code: str
+    output: str | None = None
 
 
-def runnable_blocks(text: str) -> list[Block]:
-    """Find the blocks whose info string is exactly ``python``."""
-    return [
-        Block(line=text.count("\n", 0, match.start("code")) + 1, code=match["code"])
-        for match in FENCE.finditer(text)
-        if match["info"].strip() == "python"
-    ]
+def blocks(text: str, info: str = "python") -> list[Block]:
+    """Find the blocks whose info string is exactly ``info``."""
+    found = []
+    for match in FENCE.finditer(text):
+        if match["info"].strip() != info:
+            continue
+        after = FENCE.match(text, match.end() + 2)
+        output = after["code"] if after is not None and after["info"].strip() == "text" else None
+        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], output))
+    return found
 
 
 def documents() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
-WITH_BLOCKS = [path for path in documents() if runnable_blocks(path.read_text(encoding="utf-8"))]
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def differences(expected: str, actual: str) -> Iterator[str]:
+    """What a reader would find wrong with the output a document shows."""
+    shown, printed = (UNCHECKED.sub("", text).split() for text in (expected, actual))
+    for one, other in zip(shown, printed, strict=False):
+        parts = [re.split(r"(\d+\.\d+)", word) for word in (one, other)]
+        same = [len(part) for part in parts] == [len(parts[0])] * 2 and all(
+            a == b or (place % 2 and abs(float(a) - float(b)) <= TOLERANCE)
+            for place, (a, b) in enumerate(zip(*parts, strict=True))
+        )
+        if not same:
+            yield f"{one!r} is shown, {other!r} is printed"
+    if len(shown) != len(printed):
+        yield f"{len(shown)} words are shown, {len(printed)} are printed"
+
+
+WITH_BLOCKS = [path for path in documents() if blocks(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=named)
+def test_code_blocks_run_and_print_what_is_shown(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)  # examples may save files
+    monkeypatch.setenv("COLUMNS", "100")
+    # A document may register an approximation; the tests after it must not see it.
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     namespace: dict[str, object] = {"__name__": "__docs__"}
-    for block in runnable_blocks(path.read_text(encoding="utf-8")):
+    for block in blocks(path.read_text(encoding="utf-8")):
         # Blank lines in front make a traceback name the line of the document.
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(path), "exec"), namespace)
+        printed = capsys.readouterr().out
+        if block.output is not None:
+            wrong = list(differences(block.output, printed))
+            assert not wrong, f"{named(path)}:{block.line}: {wrong[:5]}; the block prints\n{printed}"
 
 
 def test_the_readme_has_an_example_that_runs() -> None:
@@ -57,4 +104,139 @@ def test_the_readme_has_an_example_that_runs() -> None:
 def test_only_blocks_marked_python_run() -> None:
     shown = "```python no-run\nboom\n```\n```\nboom\n```\n"
     text = "a\n```python\nx = 1\n```\n" + shown + "````python\n'''\n```\n'''\n````"
-    assert runnable_blocks(text) == [Block(3, "x = 1\n"), Block(12, "'''\n```\n'''\n")]
+    assert blocks(text) == [Block(3, "x = 1\n"), Block(12, "'''\n```\n'''\n")]
+
+
+def test_output_is_the_text_block_that_follows() -> None:
+    text = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nprint(2)\n```\nThat was it.\n\n```text\n3\n```\n"
+    assert [block.output for block in blocks(text)] == ["1\n", None]
+
+
+@pytest.mark.parametrize(
+    ("printed", "good"),
+    [
+        ("cosine 0.9101 ±0.001\nMeasured in 7 s.", True),
+        ("cosine 0.9201 ±0.001", False),
+        ("cosine 0.9101", False),
+        ("cosines 0.9101 ±0.001", False),
+        ("cosine 0.9101 ±0.001 more", False),
+    ],
+)
+def test_outputs_are_compared_word_by_word(printed: str, good: bool) -> None:
+    assert (not list(differences("cosine  0.9100 ±0.002\nMeasured in 5 s.", printed))) is good
+
+
+# ---------------------------------------------------------------------- nothing is left out
+
+
+@pytest.mark.parametrize("path", [*documents(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=named)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for match in LINK.finditer(text):
+        target = match["target"] or match["image"]
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (path.parent / file).resolve() if file else path
+        assert other.exists(), f"{named(path)} links to {target}, which does not exist"
+        assert ROOT in (other, *other.parents), f"{named(path)} links out of the repository: {target}"
+        if anchor:
+            assert anchor in anchors(other), f"{named(path)} links to {target}, but there is no such heading"
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors GitHub makes of a document's headings."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.*?)\s*$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def first_cells(text: str) -> list[str]:
+    """What stands in backticks in the first cell of each table line."""
+    return re.findall(r"^\| *`([^`]+)` *\|", text, re.MULTILINE)
+
+
+def test_the_table_of_approximations_is_the_registry() -> None:
+    text = (DOCS / "approximations.md").read_text(encoding="utf-8")
+    ours = [item for item in approx.all_approximations() if type(item).__module__.startswith("kronscope.")]
+    assert first_cells(text) == [item.name for item in ours]
+    for item in ours:
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{item.name}` |"))
+        assert item.title in line, f"the line of {item.name} does not say its title, {item.title}"
+        for option in inspect.signature(type(item)).parameters:
+            assert f"`{option}" in line, f"the line of {item.name} does not mention its option {option}"
+
+
+def test_the_columns_of_results_are_all_explained() -> None:
+    text = (DOCS / "measuring.md").read_text(encoding="utf-8")
+    cells = [name for cell in re.findall(r"^\| *(`[^|]+`) *\|", text, re.MULTILINE) for name in cell.split("`")[1::2]]
+    assert set(COLUMNS) <= set(cells)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    for name in kronscope.__all__:
+        assert f"`ks.{name}`" in text, f"docs/reference.md does not mention ks.{name}"
+    for name in errors.__all__:
+        assert f"`{name}`" in text, f"docs/reference.md does not mention errors.{name}"
+
+
+def stubs() -> dict[str, ast.FunctionDef]:
+    """The signatures the reference shows, by dotted name."""
+    found = {}
+    for block in blocks((DOCS / "reference.md").read_text(encoding="utf-8"), "python no-run"):
+        for node in ast.parse(block.code).body:
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{item.name}": item for item in node.body if isinstance(item, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(stubs()))
+def test_the_signatures_in_the_reference_are_the_real_ones(name: str) -> None:
+    shown = stubs()[name].args
+    actual: Any = kronscope
+    for part in name.split("."):
+        actual = getattr(actual, part)
+    parameters = [item for item in inspect.signature(actual).parameters.values() if item.name != "self"]
+    names = [item.arg for item in (*shown.args, *shown.kwonlyargs) if item.arg not in ("self", "cls")]
+    assert names == [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
+    assert [item.arg for item in shown.kwonlyargs] == [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
+    defaults = [*shown.defaults, *(item for item in shown.kw_defaults if item is not None)]
+    expected = [item.default for item in parameters if item.default is not item.empty]
+    assert [ast.literal_eval(item) for item in defaults] == expected
+
+
+def commands() -> dict[str, set[str]]:
+    """Every command of the command line with its options."""
+    found: dict[str, set[str]] = {}
+
+    def visit(command: click.Command, name: str) -> None:
+        if isinstance(command, click.Group):
+            for part, child in command.commands.items():
+                visit(child, f"{name} {part}")
+        else:
+            found[name] = {option for item in command.params for option in item.opts if option.startswith("--")}
+
+    visit(typer.main.get_command(cli.app), "kronscope")
+    return found
+
+
+def test_the_command_line_is_documented() -> None:
+    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    for command, options in commands().items():
+        assert command in text, f"docs/command-line.md does not mention {command!r}"
+        for option in options:
+            assert f"`{option}" in text, f"docs/command-line.md does not mention {option} of {command!r}"
+
+
+def test_documents_show_only_commands_and_options_that_exist() -> None:
+    known = commands()
+    for path in documents():
+        for line in re.findall(r"^\$? *(kronscope .*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            words = line.split("#")[0].split()
+            found = next((name for name in known if words[: len(name.split())] == name.split()), None)
+            assert found is not None, f"{named(path)} shows {line!r}, but there is no such command"
+            options = {word for word in words if word.startswith("--")}
+            assert options <= known[found] | {"--help"}, f"{named(path)}: {line!r} has options that do not exist"

@@ -63,7 +63,8 @@ def load_model(target: str, checkpoint: Path | None = None) -> nn.Module:
             model.load_state_dict(state.get("model", state) if isinstance(state, dict) else state)
         except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{checkpoint} cannot be loaded into the model: {error}") from error
-    return model
+    checked: nn.Module = model
+    return checked
 
 
 def load_loss(name: str) -> nn.Module:
@@ -74,7 +75,8 @@ def load_loss(name: str) -> nn.Module:
     """
     if name not in _LOSSES:
         raise OptionError(f"--loss must be one of {', '.join(_LOSSES)}, got {name!r}.")
-    return _LOSSES[name]()
+    loss: nn.Module = _LOSSES[name]()
+    return loss
 
 
 def load_data(target: str) -> Any:

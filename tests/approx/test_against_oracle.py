@@ -15,7 +15,7 @@ from kronscope.approx.kfac import kfac_factors
 from kronscope.errors import ConvergenceError, NotFactoredError
 from kronscope.gradients.stream import DenseAtoms, GradientStream
 from kronscope.testing import StreamRecipe, oracle
-from kronscope.testing.strategies import streams
+from kronscope.testing.strategies import chunked, streams
 from tests.curvature.lazy import formed, lazy, single
 
 CLOSE = 1e-9
@@ -146,7 +146,7 @@ def test_repeated_atoms_weigh_as_one_of_their_total_weight() -> None:
     stream = StreamRecipe("factored", (3, 4), samples=5, columns=2, weights="random").build()
     (chunk,) = stream
     half = type(chunk)(**{**vars(chunk), "weights": chunk.weights / 3})
-    repeated = GradientStream.of_chunks(half, half, half)
+    repeated = chunked(half, half, half)
     for name in approx.names():
         try:
             expected = approx.get(name).fit(stream).to_dense()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
+import kronscope as ks
 from kronscope import approx
 from kronscope.approx import registry
 from kronscope.errors import OptionError
@@ -67,14 +70,32 @@ def test_one_s_own_is_registered_and_found(monkeypatch: pytest.MonkeyPatch) -> N
     found = approx.get("mine")
     assert isinstance(found, Mine)
     assert (found.kronecker, found.fits_truth, found.uses_batches) == (False, False, True)
-    own = Mine()
-    assert approx.get(own) is own  # type: ignore[arg-type]  # the flags come with registration
 
     class Other(Mine):
         pass
 
     with pytest.raises(OptionError, match="exists already"):
         approx.register(Other)
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    name: ClassVar[str] = "unregistered"
+    title: ClassVar[str] = "Unregistered"
+
+    def fit(self, stream: GradientStream) -> Identity:
+        return Identity(stream.shape)
+
+
+def test_one_s_own_need_not_be_registered_to_be_measured() -> None:
+    own: Any = Unregistered()
+    assert approx.get(own) is own
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = [(torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))]
+    results = ks.measure(model, nn.CrossEntropyLoss(), data, approximations=[own, "identity"], progress=False)
+    found = [row.cosine for row in results]
+    assert found[0::2] == found[1::2]
+    assert "unregistered" not in approx.names()
 
 
 def test_objects_that_cannot_fit_are_refused() -> None:

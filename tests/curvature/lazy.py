@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from kronscope.gradients.stream import Atoms, DenseAtoms, GradientStream
+from kronscope.testing.strategies import chunked
 
 
 def lazy(stream: GradientStream) -> GradientStream:
@@ -23,7 +24,7 @@ def lazy(stream: GradientStream) -> GradientStream:
 
 def formed(stream: GradientStream) -> GradientStream:
     """The same atoms as whole gradients."""
-    return GradientStream.of_chunks(*(chunk.dense() for chunk in stream))
+    return chunked(*(chunk.dense() for chunk in stream))
 
 
 def single(stream: GradientStream) -> GradientStream:
@@ -34,7 +35,7 @@ def single(stream: GradientStream) -> GradientStream:
             return replace(chunk, grads=chunk.grads.float())
         return replace(chunk, row_factors=chunk.row_factors.float(), col_factors=chunk.col_factors.float())
 
-    return GradientStream.of_chunks(*(narrow(chunk) for chunk in stream))
+    return chunked(*(narrow(chunk) for chunk in stream))
 
 
 def shuffled(stream: GradientStream, seed: int, pieces: int) -> GradientStream:
@@ -43,9 +44,9 @@ def shuffled(stream: GradientStream, seed: int, pieces: int) -> GradientStream:
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     moved = [samples[i] for i in order]
     if len({(type(s), *(f.shape for f in _factors(s))) for s in moved}) > 1 or pieces >= len(moved):
-        return GradientStream.of_chunks(*moved)
+        return chunked(*moved)
     step = -(-len(moved) // pieces)
-    return GradientStream.of_chunks(*(_joined(moved[at : at + step]) for at in range(0, len(moved), step)))
+    return chunked(*(_joined(moved[at : at + step]) for at in range(0, len(moved), step)))
 
 
 def _factors(atoms: Atoms) -> list[torch.Tensor]:

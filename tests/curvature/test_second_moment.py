@@ -14,10 +14,10 @@ from torch import Tensor
 from kronscope.curvature import FormPlan, SecondMoment, pairs, second_moment
 from kronscope.errors import MemoryBudgetError, ShapeError
 from kronscope.gradients import stream as streams_module
-from kronscope.gradients.stream import DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import Diagonal, EigenbasisDiagonal, Identity, KroneckerProduct, KroneckerSum, Operator
 from kronscope.testing import StreamRecipe, oracle
-from kronscope.testing.strategies import seeds, streams
+from kronscope.testing.strategies import chunked, seeds, streams
 from tests.curvature.lazy import formed, lazy, shuffled, single
 
 
@@ -193,8 +193,10 @@ def test_label_draws_are_averaged_in_the_mean() -> None:
 def test_one_more_atom_and_other_weights(stream: GradientStream, seed: int) -> None:
     H = oracle.second_moment(stream)
     extra = float(H.trace()) ** 0.5 * normal(seed, *stream.shape)
+    stream.keep_bytes = 0
     grown = stream.with_atom(extra, 0.7)
     assert grown.num_samples == stream.num_samples + 1
+    assert grown.keep_bytes == stream.keep_bytes == 0
     expected = H + 0.7 * torch.outer(extra.flatten(), extra.flatten())
     check(grown, expected, seed)
     check(stream.reweighted(2.0 * weights_of(stream)), 2.0 * H, seed)
@@ -228,13 +230,13 @@ def test_kernels_are_the_pairs_of_either_side(stream: GradientStream) -> None:
 def test_chunks_that_share_different_sides() -> None:
     # one chunk shares its inputs, the next shares nothing: their pairs are not a product of two kernels
     weights = torch.full((3,), 0.2, dtype=torch.float64)
-    chunks = [
+    chunks: list[Atoms] = [
         FactoredAtoms(normal(0, 3, 2, 1, 3), normal(1, 3, 1, 1, 4), weights, torch.arange(3)),
         FactoredAtoms(normal(2, 3, 2, 1, 3), normal(3, 3, 2, 1, 4), weights, torch.arange(3, 6)),
         FactoredAtoms(normal(4, 3, 1, 1, 3), normal(5, 3, 2, 1, 4), weights, torch.arange(6, 9)),
         DenseAtoms(normal(6, 3, 2, 3, 4), weights, torch.arange(9, 12)),
     ]
-    stream = GradientStream.of_chunks(*chunks)
+    stream = chunked(*chunks)
     check(stream, oracle.second_moment(stream), 0)
     check(lazy(stream), oracle.second_moment(stream), 0)
 
@@ -287,7 +289,7 @@ def test_work_is_cut_into_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(pairs, "_TILE_ENTRIES", 7)
     monkeypatch.setattr(streams_module, "_CHUNK_BYTES", 500)
     for recipe, H in zip(recipes, expected, strict=True):
-        stream = recipe.build()
+        stream = GradientStream.of_chunks(*recipe.build())
         stream.keep_bytes = 0
         assert len(list(stream)) > 1
         check(stream, H, 0)

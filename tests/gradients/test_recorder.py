@@ -367,6 +367,14 @@ def test_layers_that_the_loss_does_not_reach() -> None:
         Recorder(model, CE, data, resolve_layers(model, ["spare"]), skip_unreached=True)
 
 
+@pytest.mark.parametrize("backend", ["auto", "func"])
+def test_outputs_without_any_gradient(backend: str) -> None:
+    model = Unused().double()
+    data = [(zoo.images(4, 5), torch.randint(0, 4, (4,)))]
+    with pytest.raises(LayerError, match=r"does not depend on 'fc.weight', 'spare.weight'"):
+        Recorder(model, CE, data, resolve_layers(model), lambda m, x: m(x).detach(), backend=backend)
+
+
 @pytest.mark.parametrize("position", [0, 5])
 def test_non_finite_outputs_name_the_samples(position: int) -> None:
     model = Breaking().double()

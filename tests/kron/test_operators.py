@@ -28,7 +28,8 @@ def normal(seed: int, *size: int) -> Tensor:
 
 
 def basis(seed: int, size: int) -> Tensor:
-    return torch.linalg.qr(normal(seed, size, size)).Q
+    vectors: Tensor = torch.linalg.qr(normal(seed, size, size)).Q
+    return vectors
 
 
 def table(seed: int, shape: tuple[int, int]) -> Tensor:
@@ -89,14 +90,14 @@ def test_powers_of_a_kronecker_sum_are_operators_too(shape: tuple[int, int], see
 def test_float32_operators_meet_float64_ones(kind: str) -> None:
     shape = (2, 3)
     left, right = normal(0, 2, 2).float(), normal(1, 3, 3).float()
-    op: Operator = {
+    kinds: dict[str, Operator] = {
         "product": KroneckerProduct(left @ left.T, right @ right.T),
         "eigenbasis": EigenbasisDiagonal(basis(0, 2).float(), basis(1, 3).float(), table(0, shape).float()),
         "diagonal": Diagonal(table(0, shape).float()),
         "sum": KroneckerSum([(1.0, left + left.T, right + right.T)]),
-    }[kind]
+    }
     # powers amplify float32's rounding by the condition number
-    check_operator(op, tolerance=2e-3, psd=kind != "sum")
+    check_operator(kinds[kind], tolerance=2e-3, psd=kind != "sum")
 
 
 def test_vec_is_row_major() -> None:

@@ -16,6 +16,10 @@ from kronscope.kron import KroneckerProduct, PsdFactor
 __all__ = ["KlOptimal"]
 
 
+# Rounds without a tenth of progress after which it is clear that there will be none.
+_PATIENCE = 25
+
+
 @register
 @dataclass(frozen=True)
 class KlOptimal:
@@ -50,9 +54,13 @@ class KlOptimal:
         left, right = moment.factors()
         if left.trace() == 0:
             return KroneckerProduct(left, right, 0.0)
+        if 1 in moment.shape:
+            # H is a Kronecker product with a number, and its own closest one
+            return KroneckerProduct(left, right, 1.0 / left.trace())
         ranks = left.spectrum.rank, right.spectrum.rank
         right = PsdFactor(right.matrix / right.norm())
-        change = float("inf")
+        change = mark = float("inf")
+        waited = 0
         for _ in range(self.max_rounds):
             new_left = PsdFactor(moment.left(right.power(-1).matrix) / ranks[1])
             self._check_rank(new_left, ranks[0])
@@ -66,9 +74,13 @@ class KlOptimal:
             left, right = new_left, new_right
             if change <= self.tolerance:
                 return KroneckerProduct(left, right)
+            if change < 0.9 * mark:
+                mark, waited = change, 0
+            elif (waited := waited + 1) > _PATIENCE:
+                break
         raise ConvergenceError(
-            f"the KL-optimal factors still change by {change:.1e} after {self.max_rounds} rounds ({self.tolerance:.0e} "
-            "asked for); with so few gradients they may not exist: use more samples, or raise max_rounds."
+            f"the KL-optimal factors still change by {change:.1e} a round ({self.tolerance:.0e} asked for) and do not "
+            "settle; with so few gradients they may not exist: use more samples, or raise max_rounds or tolerance."
         )
 
     def _check_rank(self, factor: PsdFactor, expected: int) -> None:

@@ -53,9 +53,7 @@ def register(cls: _Class) -> _Class:
         raise OptionError(
             f"an approximation named {cls.name!r} exists already ({known.__qualname__}); pick another name."
         )
-    for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
-        if not hasattr(cls, flag):
-            setattr(cls, flag, default)
+    _set_flags(cls)
     _REGISTRY[cls.name] = cls
     return cls
 
@@ -77,6 +75,7 @@ def get(name: str | Approximation, **options: Any) -> Approximation:
     if not isinstance(name, str):
         if not callable(getattr(name, "fit", None)) or not isinstance(getattr(name, "name", None), str):
             raise OptionError(f"an approximation needs a name and a fit(stream) method, got {name!r}.")
+        _set_flags(type(name))
         return name
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=3)
@@ -90,6 +89,13 @@ def get(name: str | Approximation, **options: Any) -> Approximation:
         )
     made: Approximation = cls(**options)
     return made
+
+
+def _set_flags(cls: type[Any]) -> None:
+    """Give a class the usual answer to what it does not say about itself."""
+    for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
+        if not hasattr(cls, flag):
+            setattr(cls, flag, default)
 
 
 def all_approximations() -> tuple[Approximation, ...]:

@@ -241,10 +241,10 @@ class Recorder:
             batch = self._probe_batch.to(self._device)
             self._loss.check(self._forward.outputs(batch), batch.targets)
             routes = choose_routes(self._forward, specs, self._parameters, batch, backend)
-        for spec in specs:
-            if spec.name in routes.unreached and self._reached_somewhere(spec):
-                routes.by_layer[spec.name] = Route("loop", "only some samples reach it")
-        routes.unreached = [name for name in routes.unreached if name not in routes.by_layer]
+        if routes.unreached and routes.depends_on_data:
+            for name in self._reached_later([spec for spec in specs if spec.name in routes.unreached]):
+                routes.by_layer[name] = Route("loop", "only some samples reach it")
+                routes.unreached.remove(name)
         if routes.unreached and not skip_unreached:
             raise LayerError(
                 f"The loss does not depend on {', '.join(map(repr, routes.unreached))}: no gradient reaches it from "
@@ -254,17 +254,19 @@ class Recorder:
             raise LayerError("The loss reaches none of the layers.")
         return routes
 
-    def _reached_somewhere(self, spec: LayerSpec) -> bool:
-        """Whether any batch reaches a layer; only models with branches need the whole data to answer."""
-        own = [self._parameters[name] for name in spec.parameters]
+    def _reached_later(self, specs: Sequence[LayerSpec]) -> set[str]:
+        """Which layers any batch reaches; only a model with branches needs the whole data to answer."""
+        own = {name: self._parameters[name] for spec in specs for name in spec.parameters}
+        reached: set[str] = set()
         for batch in self._batches:
-            with untouched(self._model, own):
+            with untouched(self._model, own.values()):
                 outputs = self._forward.outputs(batch.to(self._device))
                 if outputs.requires_grad:
-                    grads = torch.autograd.grad(outputs, own, torch.ones_like(outputs), allow_unused=True)
-                    if any(grad is not None for grad in grads):
-                        return True
-        return False
+                    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                        outputs, list(own.values()), torch.ones_like(outputs), allow_unused=True
+                    )
+                    reached |= {name for name, grad in zip(own, found, strict=True) if grad is not None}
+        return {spec.name for spec in specs if reached.intersection(spec.parameters)}
 
     def _plan(self, spec: LayerSpec, request: _Request, columns: int | None = None) -> LayerPlan:
         """The plan for a whole request, or with another number of columns but in the same form."""

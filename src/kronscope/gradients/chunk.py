@@ -70,6 +70,8 @@ class ChunkCapture:
 
     def misfits(self, specs: Collection[LayerSpec]) -> list[LayerSpec]:
         """The layers that cannot be put together from the uses in this chunk, though they could in the probe."""
+        if not self.outputs.requires_grad:
+            return list(specs)
         strange = {
             use.place.parameter
             for use in self._uses
@@ -79,9 +81,10 @@ class ChunkCapture:
         }
         if self._routes.depends_on_data and self._batch.size > 1:
             strange |= self._misplaced(strange)
-        used = {use.place.parameter for use in self._uses}
         return [
-            spec for spec in specs if strange.intersection(spec.parameters) or not used.intersection(spec.parameters)
+            spec
+            for spec in specs
+            if strange.intersection(spec.parameters) or not pieces_of(spec, self._uses, self._layouts)
         ]
 
     def _misplaced(self, ignored: Collection[str]) -> set[str]:

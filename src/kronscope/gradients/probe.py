@@ -156,11 +156,12 @@ def choose_routes(
     if more.size > 1:
         references.append(_Reference.of(forward, more, parameters, [more.size // 2]))
     routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].dtype)
+    _record(forward, parameters, references[0], routes, ())
     used = {name for reference in references for name in parameters if reference.reached(name)}
     routes.unreached = [spec.name for spec in specs if not used.intersection(spec.parameters)]
     open_specs = [spec for spec in specs if spec.name not in routes.unreached]
     reasons = dict.fromkeys((spec.name for spec in open_specs), "asked for")
-    if backend != "func":
+    if open_specs and backend != "func":
         reasons = _try_hooks(forward, open_specs, parameters, references, routes)
     rest = [spec for spec in open_specs if spec.name not in routes.by_layer]
     if rest and backend == "hooks":
@@ -210,7 +211,8 @@ def _try_hooks(
     for reference in references:
         uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
         edges = [use.place.edge for use in uses]
-        grads = torch.autograd.grad(outputs, edges, reference.vectors, allow_unused=True) if edges else ()
+        seen = edges and outputs.requires_grad
+        grads = torch.autograd.grad(outputs, edges, reference.vectors, allow_unused=True) if seen else ()
         for spec in specs:
             if spec.name not in reasons:
                 problem = _hooks_obstacle(spec, uses, grads, parameters, reference, routes)
@@ -237,7 +239,7 @@ def _narrow(
     candidates: dict[UseKey, list[Layout]], uses: Sequence[Use], outputs: Tensor, reference: _Reference
 ) -> None:
     """Keep for every use the layouts under which pulling back one sample's outputs reaches that sample's positions."""
-    if not uses:
+    if not uses or not outputs.requires_grad:
         return
     samples = reference.batch.size
     picks = range(samples) if samples <= 3 else (0, samples // 2, samples - 1)
@@ -283,7 +285,7 @@ def _hooks_obstacle(
         for use in uses
         if any(True for _ in spec.overlaps(use.place.parameter, use.place.start, use.place.start + use.place.rows))
     ]
-    if not own:
+    if not own or not grads:
         return "no linear map, convolution or table lookup uses it directly"
     samples = reference.batch.size
     for use in own:

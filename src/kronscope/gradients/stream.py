@@ -175,7 +175,7 @@ class GradientStream:
         r"""Take whole gradients: :math:`H = \sum_i w_i \operatorname{vec}(G_i)\operatorname{vec}(G_i)^\top`.
 
         Args:
-            G: Gradients (N, m, n).
+            G: Gradients (N, m, n); not copied, so do not change them afterwards.
             weights: Weights (N,), not negative; default 1/N.
 
         Raises:
@@ -195,8 +195,8 @@ class GradientStream:
         r"""Take factored gradients :math:`G_i = B_i^\top A_i`; the form K-FAC needs.
 
         Args:
-            B: Output gradients (N, T, m).
-            A: Inputs (N, T, n).
+            B: Output gradients (N, T, m); not copied, so do not change them afterwards.
+            A: Inputs (N, T, n); not copied either.
             weights: Weights (N,), not negative; default 1/N.
 
         Raises:
@@ -240,14 +240,7 @@ class GradientStream:
     def map(self, change: Callable[[Atoms], Atoms]) -> GradientStream:
         """Return a stream whose chunks are changed one by one, lazily unless they are views."""
         source = self._source
-        return GradientStream(
-            lambda: (change(chunk) for chunk in source()),
-            self.shape,
-            self.num_samples,
-            self.columns,
-            draws=self.draws,
-            in_memory=self.in_memory,
-        )
+        return self._derived(lambda: (change(chunk) for chunk in source()), self.num_samples)
 
     def reweighted(self, weights: Tensor) -> GradientStream:
         """Return the same atoms with other weights, indexed by sample number."""
@@ -257,7 +250,7 @@ class GradientStream:
         """Return the stream with one more atom (m, n), numbered after the last sample."""
         source, number = self._source, self.num_samples
         extra = DenseAtoms(
-            grad.view(1, 1, *self.shape),
+            grad.reshape(1, 1, *self.shape),
             torch.tensor([weight], dtype=torch.float64, device=grad.device),
             torch.tensor([number], device=grad.device),
         )
@@ -266,7 +259,13 @@ class GradientStream:
             yield from source()
             yield extra
 
-        return GradientStream(chunks, self.shape, number + 1, self.columns, draws=self.draws, in_memory=self.in_memory)
+        return self._derived(chunks, number + 1)
+
+    def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int) -> GradientStream:
+        """A stream of other atoms for the same layer, under the same budget."""
+        made = GradientStream(source, self.shape, num_samples, self.columns, draws=self.draws, in_memory=self.in_memory)
+        made.keep_bytes = self.keep_bytes
+        return made
 
 
 def _joined(chunks: Iterable[Atoms]) -> Iterator[Atoms]:

@@ -13,8 +13,8 @@ from kronscope.errors import NonFiniteError, OptionError, ShapeError
 __all__ = ["PsdFactor", "Spectrum", "default_cutoff", "psd_power"]
 
 
-# Measured factors are float64 sums over many atoms, whose rounding grows with the root of their number: 2 x 2 factors of
-# 5000 atoms had 13 eps where zero was due. Optimizers' float32 factors are sums of few terms and need every digit.
+# Measured factors are float64 sums over many atoms, whose rounding grows with the root of their number: 2 x 2 factors
+# of 5000 atoms had 13 eps where zero was due. Optimizers' float32 factors are sums of few terms and need every digit.
 _MEASURED_CUTOFF = 1e-13
 
 
@@ -114,12 +114,22 @@ class PsdFactor:
     tensor([2., 1.])
     """
 
-    def __init__(self, matrix: Tensor, *, spectrum: Spectrum | None = None) -> None:
+    def __init__(self, matrix: Tensor) -> None:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ShapeError(f"a Kronecker factor is a square matrix, got {tuple(matrix.shape)}.")
-        self.matrix = matrix
-        if spectrum is not None:
-            self.__dict__["spectrum"] = spectrum
+        self.__dict__["matrix"] = matrix
+
+    @classmethod
+    def of_spectrum(cls, spectrum: Spectrum) -> PsdFactor:
+        """Make a factor from its eigendecomposition; the matrix is formed when first needed."""
+        factor = cls.__new__(cls)
+        factor.__dict__["spectrum"] = spectrum
+        return factor
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The matrix itself."""
+        return self.spectrum.matrix()
 
     @cached_property
     def spectrum(self) -> Spectrum:
@@ -134,7 +144,7 @@ class PsdFactor:
     @property
     def size(self) -> int:
         """Number of rows."""
-        return self.matrix.shape[0]
+        return len(self.matrix if "matrix" in self.__dict__ else self.spectrum.values)
 
     def power(self, exponent: float) -> PsdFactor:
         """Return the factor to a real power, in the same eigenbasis; one is the factor itself."""
@@ -143,12 +153,16 @@ class PsdFactor:
         if exponent == 1:
             return self
         powered = Spectrum(self.spectrum.powered(exponent), self.spectrum.vectors)
-        return PsdFactor(powered.matrix(), spectrum=powered)
+        return PsdFactor.of_spectrum(powered)
 
     def norm(self) -> float:
         """Frobenius norm."""
-        return float(torch.linalg.matrix_norm(self.matrix))
+        if "matrix" in self.__dict__:
+            return float(torch.linalg.matrix_norm(self.matrix))
+        return float(torch.linalg.vector_norm(self.spectrum.values))
 
     def trace(self) -> float:
         """Trace."""
-        return float(self.matrix.diagonal().sum())
+        if "matrix" in self.__dict__:
+            return float(self.matrix.diagonal().sum())
+        return float(self.spectrum.values.sum())

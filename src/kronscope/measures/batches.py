@@ -11,7 +11,9 @@ from kronscope.gradients.stream import GradientStream
 __all__ = ["batch_stream"]
 
 
-def batch_stream(stream: GradientStream, batch_size: int, *, replacement: bool = True) -> GradientStream:
+def batch_stream(
+    stream: GradientStream, batch_size: int, *, replacement: bool = True, labels: str = "real"
+) -> GradientStream:
     r"""Return the atoms whose second moment is :math:`B\, \mathbb{E}[g_B g_B^\top]` over batches of B samples.
 
     With :math:`E_2` the stream's second moment and :math:`\bar G` its mean, batches drawn with replacement give
@@ -22,13 +24,15 @@ def batch_stream(stream: GradientStream, batch_size: int, *, replacement: bool =
         stream: Atoms of single samples, with weights 1/N.
         batch_size: B.
         replacement: How batches are drawn.
+        labels: With ``"exact"`` labels B changes nothing (Lemma 7): gradients have mean zero under the model's own
+            labels, and the atoms stand for their second moment, so that their sum is not a mean gradient.
 
     Raises:
         OptionError: B is below one, or above N without replacement.
     """
     if batch_size < 1:
         raise OptionError(f"batch_size must be 1 or more, got {batch_size}.")
-    if batch_size == 1:
+    if batch_size == 1 or labels == "exact":
         return stream
     count = stream.num_samples
     if not replacement and batch_size > count:

@@ -18,7 +18,7 @@ from kronscope.measures.cosines import cosine
 
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
 
-EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(0, 41))
+EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(41))
 
 
 def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
     Returns:
         ``ratio`` :math:`\sigma_1/\|\sigma\|` (the optimal cosine), ``left`` and ``right`` (the cosine between the first
         singular vector and one round of power iteration from the identity,
-        :math:`\alpha_1\sigma_1/\sqrt{\sum\alpha_i^2\sigma_i^2}`), ``sigma``, ``alpha_left`` :math:`= \operatorname{tr} U_i`
-        and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual`` of the optimum.
+        :math:`\alpha_1\sigma_1/\sqrt{\sum\alpha_i^2\sigma_i^2}`), ``sigma``, ``alpha_left``
+        :math:`= \operatorname{tr} U_i` and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual`` of the optimum.
     """
     moment = SecondMoment(stream)
     best = Optimal().solve(stream)
@@ -93,11 +93,12 @@ def batch_size_curve(
     sizes: Sequence[int] | None = None,
     *,
     replacement: bool = True,
+    labels: str = "real",
 ) -> dict[str, list[float]]:
-    """Return each approximation's cosine with the truth as the batch it is fitted on grows."""
+    """Return each approximation's cosine with the truth as the batch it is fitted on grows; flat for exact labels."""
     moment = SecondMoment(truth)
     sizes = default_batch_sizes(fitted.num_samples) if sizes is None else list(sizes)
-    streams = [batch_stream(fitted, size, replacement=replacement) for size in sizes]
+    streams = [batch_stream(fitted, size, replacement=replacement, labels=labels) for size in sizes]
     curves: dict[str, list[float]] = {"batch_size": [float(size) for size in sizes]}
     for approximation in approximations:
         if approximation.fits_truth or not approximation.uses_batches:

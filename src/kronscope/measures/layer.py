@@ -74,7 +74,11 @@ def layer_rows(
         done: Called with each approximation's name when its row is there.
     """
     truth = SecondMoment(streams.truth)
-    batched = batch_stream(streams.fitted, condition.batch_size, replacement=replacement)
+
+    def batches_of(stream: GradientStream) -> GradientStream:
+        return batch_stream(stream, condition.batch_size, replacement=replacement, labels=condition.labels)
+
+    batched = batches_of(streams.fitted)
     if sum(approximation.name in _IN_SHAMPOO_BASIS for approximation in approximations) > 1:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
@@ -95,7 +99,7 @@ def layer_rows(
             elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
                 estimate = Estimate(cosine(truth, approximation.fit(stream_for(approximation))), math.nan)
             else:
-                estimate = _resampled(resampler, approximation, condition.batch_size, replacement)
+                estimate = _resampled(resampler, approximation, batches_of)
             if math.isnan(estimate.value):
                 notes.append("the gradients are all zero: there is no direction to compare")
         except (NotFactoredError, ConvergenceError, DataError) as error:
@@ -132,9 +136,11 @@ def _resampler(streams: LayerStreams) -> Resampler | None:
     return Resampler(streams.truth, streams.fitted, by, fixed_truth=True)
 
 
-def _resampled(resampler: Resampler, approximation: Approximation, batch_size: int, replacement: bool) -> Estimate:
+def _resampled(
+    resampler: Resampler, approximation: Approximation, batches_of: Callable[[GradientStream], GradientStream]
+) -> Estimate:
     if approximation.fits_truth:
         return resampler.on_truth().cosine(approximation.fit)
     if not approximation.uses_batches:
         return resampler.cosine(approximation.fit)
-    return resampler.cosine(lambda stream: approximation.fit(batch_stream(stream, batch_size, replacement=replacement)))
+    return resampler.cosine(lambda stream: approximation.fit(batches_of(stream)))

@@ -16,6 +16,7 @@ from kronscope.approx import Approximation, get
 from kronscope.errors import MemoryBudgetError, OptionError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
+from kronscope.measures.batches import batch_stream
 from kronscope.measures.budget import factor_bytes, parse_budget, sweeps
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
@@ -355,8 +356,11 @@ class _Work:
         if kind == "spectrum":
             return kronecker_spectrum(truth)
         if kind == "exponents":
-            return exponent_curve(truth, fitted)
-        return batch_size_curve(truth, fitted, self.approximations, replacement=self.replacement)
+            batches = batch_stream(fitted, self.batch_size, replacement=self.replacement, labels=self.fit_labels)
+            return exponent_curve(truth, batches)
+        return batch_size_curve(
+            truth, fitted, self.approximations, replacement=self.replacement, labels=self.fit_labels
+        )
 
     def _chosen_draws(self, recorder: Recorder, bar: Bar) -> int:
         """Measure with a few draws, and see how many it takes for the accuracy asked for."""

@@ -225,14 +225,15 @@ def _view(shape: tuple[int, ...], options: LayoutOptions) -> tuple[int, ...]:
         return (1, math.prod(shape))
     if options.view == "matrix":
         return (shape[0], math.prod(shape[1:]))
+    # from the last dimension on, so that a kernel's height and width come together first
     merged: list[int] = []
-    for size in shape:
+    for size in reversed(shape):
         if size == 1:
             continue
-        if merged and merged[-1] * size <= options.merge:
-            merged[-1] *= size
+        if merged and merged[0] * size <= options.merge:
+            merged[0] *= size
         else:
-            merged.append(size)
+            merged.insert(0, size)
     return tuple(merged) if len(merged) > 1 else (1, *merged, *([1] * (1 - len(merged))))
 
 

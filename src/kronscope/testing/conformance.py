@@ -20,7 +20,7 @@ from kronscope.errors import ConformanceError, ConvergenceError, NotFactoredErro
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import Diagonal, EigenbasisDiagonal, Identity, KroneckerProduct, KroneckerSum, Operator
 from kronscope.testing import oracle
-from kronscope.testing.strategies import StreamRecipe
+from kronscope.testing.strategies import StreamRecipe, chunked
 
 __all__ = ["DEFAULT_RECIPES", "check_approximation", "check_operator"]
 
@@ -253,7 +253,7 @@ def _companions(shape: tuple[int, int], seed: int) -> list[Operator]:
 def _fitted(approximation: Approximation, chunks: Sequence[Atoms]) -> Operator | None:
     """Fit to a new stream, whose memory of earlier results is empty; None if it is refused."""
     try:
-        return approximation.fit(GradientStream.of_chunks(*chunks))
+        return approximation.fit(chunked(*chunks))
     except (ConvergenceError, NotFactoredError):
         return None
 

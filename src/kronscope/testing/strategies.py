@@ -30,7 +30,7 @@ from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, Gradien
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["KINDS", "StreamRecipe", "psd_matrices", "seeds", "shapes", "streams"]
+__all__ = ["KINDS", "StreamRecipe", "chunked", "psd_matrices", "seeds", "shapes", "streams"]
 
 KINDS = ("dense", "factored", "shared")
 _WEIGHTS = ("uniform", "random", "zeros")
@@ -92,7 +92,7 @@ class StreamRecipe:
         """
         whole = self._atoms()
         edges = sorted({0, self.samples, *(cut for cut in self.cuts if 0 < cut < self.samples)})
-        return GradientStream.of_chunks(*(whole.part(a, b) for a, b in itertools.pairwise(edges)))
+        return chunked(*(whole.part(a, b) for a, b in itertools.pairwise(edges)))
 
     def _atoms(self) -> Atoms:
         generator = torch.Generator().manual_seed(self.seed)
@@ -128,6 +128,13 @@ class StreamRecipe:
             # the last sample always counts, so that the weights are not all zero
             drawn[:-1] *= (torch.rand(self.samples - 1, generator=generator) > 0.5).double()
         return drawn
+
+
+def chunked(*chunks: Atoms) -> GradientStream:
+    """Serve chunks exactly as they are, where :meth:`GradientStream.of_chunks` would join or cut them."""
+    count = sum(len(chunk.weights) for chunk in chunks)
+    columns = max(chunk.columns for chunk in chunks)
+    return GradientStream(lambda: chunks, chunks[0].shape, count, columns, in_memory=True)
 
 
 def seeds() -> SearchStrategy[int]:
