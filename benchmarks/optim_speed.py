@@ -3,7 +3,7 @@
     python benchmarks/optim_speed.py [--sets transformer resnet18 squares] [--threads 1] [--periods 5]
         [--distributed-shampoo DIR] [--published-soap DIR] [--out benchmarks/records/optim_speed.json]
 
-Parameter sets: `transformer` (6 layers of width 256, embedding, norms, biases), `resnet18`, `squares` (four 1024 x 1024).
+Parameter sets: `transformer` (6 layers of width 256, embedding, norms, biases), `resnet18`, `squares` (four 1024²).
 Gradients are random and the same for all. Every optimizer makes one refresh period (10 steps) in turn, several times
 over; the first period, which takes the first roots, is not counted. With the same algorithm: exponent -1/4, blocks of
 1024, refresh every 10, Adam grafting, float32. Peers are imported from a checkout given by its folder.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronscope.optim import SOAP, KLShampoo, Shampoo
+from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo
 
 PERIOD = 10
 
@@ -65,7 +65,9 @@ def candidates(name: str, args: argparse.Namespace) -> dict[str, Callable[[list[
     view: dict[str, Any] = {"view": "modes", "merge": 1024} if name == "resnet18" else {}
     same: dict[str, Any] = {"betas": (0.9, 0.999), "block_size": 1024, "refresh": PERIOD, **view}
     found: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-        "Shampoo, as theirs": lambda p: Shampoo(p, 1e-3, exponent=-0.25, scale="adam", damping=1e-6, **same),
+        "Shampoo, as theirs": lambda p: Shampoo(
+            p, 1e-3, exponent=-0.25, scale="adam", damping=1e-6, solver=Eigh(float64=False), **same
+        ),
         "Shampoo": lambda p: Shampoo(p, 1e-3),
         "SOAP": lambda p: SOAP(p, 1e-3, refresh=PERIOD),
         "KLShampoo": lambda p: KLShampoo(p, 1e-3),
@@ -114,6 +116,7 @@ class Runner:
         self.cpu: list[list[float]] = []
 
     def period(self, grads: list[list[Tensor]]) -> None:
+        """Make and time one step for each set of gradients."""
         wall, cpu = [], []
         for step in grads:
             for param, grad in zip(self.params, step, strict=True):
@@ -139,6 +142,7 @@ class Products:
         self.cpu: list[list[float]] = []
 
     def period(self, grads: list[list[Tensor]]) -> None:
+        """Time the products once."""
         before = time.perf_counter(), time.process_time()
         for grad, left, right in zip(self.grads, self.left, self.right, strict=True):
             torch.mm(grad, grad.T)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import pytest
 import typer
 
@@ -90,7 +90,7 @@ def test_code_blocks_run_and_print_what_is_shown(
     for block in blocks(path.read_text(encoding="utf-8")):
         # Blank lines in front make a traceback name the line of the document.
         code = "\n" * (block.line - 1) + block.code
-        exec(compile(code, str(path), "exec"), namespace)
+        exec(compile(code, str(path), "exec", dont_inherit=True), namespace)
         printed = capsys.readouterr().out
         if block.output is not None:
             wrong = list(differences(block.output, printed))
@@ -200,20 +200,34 @@ def test_the_signatures_in_the_reference_are_the_real_ones(name: str) -> None:
     for part in name.split("."):
         actual = getattr(actual, part)
     parameters = [item for item in inspect.signature(actual).parameters.values() if item.name != "self"]
-    names = [item.arg for item in (*shown.args, *shown.kwonlyargs) if item.arg not in ("self", "cls")]
-    assert names == [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
-    assert [item.arg for item in shown.kwonlyargs] == [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
+    many = [item for item in (shown.vararg, shown.kwarg) if item is not None]
+    names = {item.arg for item in (*shown.args, *shown.kwonlyargs, *many)} - {"self"}
+    assert names == {item.name for item in parameters}
+    by_place = [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
+    assert [item.arg for item in shown.args if item.arg != "self"] == by_place
     defaults = [*shown.defaults, *(item for item in shown.kw_defaults if item is not None)]
     expected = [item.default for item in parameters if item.default is not item.empty]
     assert [ast.literal_eval(item) for item in defaults] == expected
+
+
+def test_the_table_of_error_bars_is_the_benchmarks_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / "population_coverage.json").read_text(encoding="utf-8"))
+    text = (DOCS / "mathematics.md").read_text(encoding="utf-8")
+    assert record["command"] in text
+    for line in record["table"]:
+        numbers = [line[name] for name in ("truth", "mean plug-in", "mean estimate")]
+        numbers += [line[name] for name in ("standard deviation", "mean standard error")]
+        shares = [line[f"coverage at {count} stderr"] for count in (1, 2)]
+        cells = [*(f"{number:.3f}" for number in numbers), *(f"{share:.2f}" for share in shares)]
+        assert f"| {line['samples']} | {line['approximation']} | {' | '.join(cells)} |" in text
 
 
 def commands() -> dict[str, set[str]]:
     """Every command of the command line with its options."""
     found: dict[str, set[str]] = {}
 
-    def visit(command: click.Command, name: str) -> None:
-        if isinstance(command, click.Group):
+    def visit(command: Any, name: str) -> None:
+        if hasattr(command, "commands"):
             for part, child in command.commands.items():
                 visit(child, f"{name} {part}")
         else:

@@ -207,7 +207,7 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
     _say_where(console, [target / "results.json", *written])
 
 
-for _name in ("figure1", "figure2", "figure3", "figure4", "figure5", "all"):
+for _name in ("figure1", "figure2", "figure3", "figure4", "figure5", "figures", "all"):
     from kronscope.paper import plans as _plans
 
     paper_app.command(_name, help=f"{_plans.get(_name).title[0].upper()}{_plans.get(_name).title[1:]}.")(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,43 +147,53 @@ def _kfac(name: str, problem: Problem, layer: Layer, setting: Setting, single: T
 
 
 def _kfac_factors(problem: Problem, layer: Layer, setting: Setting, *, reduce: bool) -> tuple[Tensor, Tensor]:
-    """Sums over samples and columns of the moments of each side, whose scales do not matter to a cosine."""
-    targets = drawn_labels(problem, setting) if setting.fitted == "sampled" else problem.targets[None]
-    rows: Tensor | float = 0.0
-    cols: Tensor | float = 0.0
+    """Sums over samples of the moments of each side, whose scales do not matter to a cosine.
+
+    Several uses of one weight, and the parts of a stack, are further positions. A side that has no columns (inputs) is
+    the same for all of them and counts once.
+    """
+    drawn = setting.fitted == "sampled"
+    targets = drawn_labels(problem, setting) if drawn else problem.targets[None]
+    sizes = [_shape(problem.model, Layer("", (name,))) for name in layer.parameters]
+    height = sum(rows for rows, _ in sizes)
+    moments = [torch.zeros(size, size, dtype=torch.float64) for size in (height, sizes[0][1])]
     for labels in targets:
-        parts = [
+        uses = [
             oracle.layer_factors(
-                problem.model, problem.loss, problem.inputs, labels, module, real=setting.fitted != "exact"
+                problem.model, problem.loss, problem.inputs, labels, module, real=not _is_exact(setting)
             )
             for module in layer.modules
         ]
         for sample in range(len(labels)):
-            sides = _joined([part[sample] for part in parts])
-            # sampled gradients of a mean over T_i terms count for √T_i
-            scale = _terms(problem.loss, labels[sample]) if setting.fitted == "sampled" else 1.0
-            own_rows = sides[0][..., layer.rows] if layer.rows != slice(None) else sides[0]
-            grads_left = own_rows.dim() == 3
-            rows = rows + (scale if grads_left else 1.0) * _moment(own_rows, reduce)
-            cols = cols + (1.0 if grads_left else scale) * _moment(sides[1], reduce)
-    assert isinstance(rows, Tensor)
-    assert isinstance(cols, Tensor)
-    return rows, cols
+            # sampled gradients of a mean over T_i terms count for √T_i; a mean over draws is taken at the end
+            scale = _terms(problem.loss, labels[sample]) ** 0.5 if drawn else 1.0
+            parts = []
+            for index, use in enumerate(uses):
+                rows, cols = (side * (scale if side.dim() == 3 else 1.0) for side in use[sample])
+                if len(layer.parameters) > 1:
+                    rows = nn.functional.pad(rows, (index * sizes[0][0], height - (index + 1) * sizes[0][0]))
+                parts.append((rows, cols))
+            for side, moment in enumerate(moments):
+                moment += _moment([part[side] for part in parts], reduce)
+    return moments[0][layer.rows, layer.rows], moments[1]
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several uses of one weight are further positions."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = max(len(side) for part in parts for side in part if side.dim() == 3)
-    wide = [[side if side.dim() == 3 else side.expand(columns, *side.shape) for side in part] for part in parts]
-    return torch.cat([part[0] for part in wide], 1), torch.cat([part[1] for part in wide], 1)
+def _is_exact(setting: Setting) -> bool:
+    return setting.fitted == "exact"
 
 
-def _moment(side: Tensor, reduce: bool) -> Tensor:
-    vectors = side.sum(-2, keepdim=True) if reduce else side
-    flat = vectors.reshape(-1, vectors.shape[-1])
-    return flat.T @ flat
+def _moment(parts: list[Tensor], reduce: bool) -> Tensor:
+    """The second moment of one side (c, t, d) or (t, d) of all uses of a sample."""
+    if not reduce:
+        return torch.stack([flat.T @ flat for flat in (part.reshape(-1, part.shape[-1]) for part in parts)]).sum(0)
+    # summed over all positions of all uses, inputs and gradients alike, so inputs must be there in every column
+    summed = [part.sum(-2) for part in parts]
+    columns = [part for part in summed if part.dim() == 2]
+    if not columns:
+        total = torch.stack(summed).sum(0)
+        return torch.outer(total, total)
+    wide = torch.stack([part if part.dim() == 2 else part.expand_as(columns[0]) for part in summed]).sum(0)
+    return wide.T @ wide
 
 
 def _terms(loss: nn.Module, target: Tensor) -> float:
@@ -199,6 +209,9 @@ def classes_for(loss: Callable[[], nn.Module], outputs: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     if isinstance(loss(), nn.CrossEntropyLoss):
         shape = (outputs.shape[0], *outputs.shape[2:])
-        return torch.randint(0, outputs.shape[1], shape, generator=generator)
+        targets = torch.randint(0, outputs.shape[1], shape, generator=generator)
+        if loss().ignore_index == -1:
+            targets[0, 1], targets[2, :2], targets[-1] = -1, -1, -1
+        return targets
     values = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
     return values if isinstance(loss(), nn.MSELoss) else (values > 0).double()

@@ -7,6 +7,7 @@ spaces grow from the identity, are fully reorthogonalised, and restart from the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -262,7 +263,7 @@ def _certified(problem: _Problem, found: Block, rounds: int, scale: float) -> tu
     images, found = images[: len(lefts)], found[: len(lefts)]
     sigma = problem.inner_left(images, lefts).diagonal().clone()
     errors = [
-        _norm(wrong[index : index + 1], inner, optimistic=False)
+        _norm(wrong[index : index + 1], inner)
         for wrong, inner in (
             (problem.adjoint(lefts) - sigma[:, None] * found, problem.inner_right),
             (images - sigma[:, None] * lefts, problem.inner_left),
@@ -278,17 +279,9 @@ def _accepted(tolerance: float) -> float:
     return max(10 * tolerance, 1e-13)
 
 
-def _norm(vector: Block, inner: Callable[[Block, Block], Tensor], *, optimistic: bool = True) -> float:
-    """Norm of one vector (1, d); below its rounding it counts as zero, or as its rounding if not ``optimistic``.
-
-    With a kernel for an inner product, large coefficients may stand for a small matrix: their products cancel, and what
-    is left is rounding relative to the sum of their sizes (kernels have no negative entries).
-    """
-    squared = float(inner(vector, vector))
-    rounding = 1e-14 * float(inner(vector.abs(), vector.abs()))
-    if not optimistic:
-        return max(squared, rounding, 0.0) ** 0.5
-    return squared**0.5 if squared > rounding else 0.0
+def _norm(vector: Block, inner: Callable[[Block, Block], Tensor]) -> float:
+    """Norm of one vector (1, d)."""
+    return math.sqrt(max(float(inner(vector, vector)), 0.0))
 
 
 def _orthonormal(

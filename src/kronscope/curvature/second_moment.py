@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kronscope.curvature.forms import FormPlan, plan_form
+from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
 from kronscope.curvature.pairs import factor_kernels, pair_squares
 from kronscope.errors import MemoryBudgetError, ShapeError
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
@@ -280,6 +280,13 @@ class SecondMoment:
 
         return self._once("plan", compute)
 
+    def contraction_cost(self) -> float:
+        """Multiply-adds of one contraction with a factor, about."""
+        (m, n), plan = self.shape, self.plan()
+        if plan.contraction == "factored":
+            return plan.costs[2] / CONTRACTIONS
+        return float(self.stream.num_samples * self.stream.columns * m * n * (m + n))
+
     def _once(self, key: object, compute: Callable[[], _T]) -> _T:
         if key not in self.stream.memo:
             self.stream.memo[key] = compute()
@@ -354,24 +361,10 @@ class SecondMoment:
         return total
 
     def _inner_product(self, left: Tensor, right: Tensor) -> float:
-        """⟨H, A⊗B⟩ through the contraction whose expensive product is the symmetric one."""
-        m, n = self.shape
-        symmetric = bool(torch.equal(left, left.T)) and bool(torch.equal(right, right.T))
-        if not symmetric:
-            return self._inner_general(left, right)
-        if m <= n:
+        """⟨H, A⊗B⟩ = ⟨Σ w GᵀAG, B⟩ = ⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""
+        if self.shape[0] <= self.shape[1]:
             return float((self.right(left) * right).sum())
         return float((self.left(right) * left).sum())
-
-    def _inner_general(self, left: Tensor, right: Tensor) -> float:
-        left, right = left.double(), right.double()
-        total = 0.0
-        for atoms in self._chunks():
-            for part in _bounded(atoms, forming=True):
-                wide = part.wide().dense()
-                moved = left @ wide.grads @ right.T
-                total += float((wide.grads * moved).sum((1, 2, 3)) @ wide.weights)
-        return total
 
     def _flat(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield gradients (k·c, mn) in float64 with a weight for each."""

@@ -6,7 +6,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class GradientHistory:
         self._store = store
         self.layers = tuple(names)
         self._shapes = dict(zip(names, shapes, strict=True))
-        self.every = 1
+        self.every = store.every
         self.total_steps = store.steps[-1] if store.steps else 0
         self._space: int | None = None
         self._handle: Any = None
@@ -112,18 +111,18 @@ class GradientHistory:
             )
         store: Store
         if path is None:
-            store = MemoryStore(shapes, dtypes)
+            store = MemoryStore(shapes, dtypes, every)
         elif resume and (Path(path) / "history.json").exists():
-            store = DiskStore.open(Path(path))
+            store = DiskStore.open(Path(path), append=True)
             if (store.names, store.shapes) != (names, shapes):
                 store.close()
                 raise DataError(
                     f"the history in {path} is of other layers: {', '.join(store.names)}; use another path."
                 )
         else:
-            store = DiskStore.create(Path(path), names, shapes, dtypes)
+            store = DiskStore.create(Path(path), names, shapes, dtypes, every)
         history = cls(store, names, shapes)
-        history.every, history._space = max(every, _stride(store.steps)), space
+        history.every, history._space = max(every, store.every), space
         history._take = lambda: [_matrix(spec, parameters) for spec in specs]
         history._handle = optimizer.register_step_pre_hook(history._before_step)
         return history
@@ -136,9 +135,7 @@ class GradientHistory:
             DataError: there is no history in the folder, or it is damaged.
         """
         store = DiskStore.open(Path(path))
-        history = cls(store, store.names, store.shapes)
-        history.every = _stride(store.steps)
-        return history
+        return cls(store, store.names, store.shapes)
 
     def __len__(self) -> int:
         """Number of records."""
@@ -231,10 +228,13 @@ class GradientHistory:
         Raises:
             DataError: the files lack records that the state had.
         """
-        steps = list(state_dict["steps"])
+        # what was recorded later may have thinned the records the state had, as it would again
+        every = int(state_dict["every"])
+        every = every if "grads" in state_dict else max(every, self._store.every)
+        steps = [step for step in state_dict["steps"] if (step - 1) % every == 0]
         if "grads" in state_dict:
             dtypes = [getattr(torch, name) for name in state_dict["dtypes"]]
-            store = MemoryStore([self._shapes[name] for name in self.layers], dtypes)
+            store = MemoryStore([self._shapes[name] for name in self.layers], dtypes, int(state_dict["every"]))
             for record, step in enumerate(steps):
                 store.append(step, [grads[record] for grads in state_dict["grads"]])
             self._store = store
@@ -246,15 +246,15 @@ class GradientHistory:
             if steps == self._store.steps[: len(steps)]:
                 self._store.keep_first(len(steps))
             else:
-                self._store.rewrite([known[step] for step in steps], self._store.dtypes)
-        self.total_steps, self.every = int(state_dict["total_steps"]), int(state_dict["every"])
+                self._store.rewrite([known[step] for step in steps], self._store.dtypes, every)
+        self.total_steps, self.every = int(state_dict["total_steps"]), every
 
     # ------------------------------------------------------------------ recording
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:]), None)
         if closure is None:
-            self._record()
+            self._record(optimizer)
             return None
         # the gradients do not exist yet: record when the closure has first been called
         state = {"waiting": True}
@@ -262,14 +262,18 @@ class GradientHistory:
         def recording() -> Any:
             loss = closure()
             if state.pop("waiting", False):
-                self._record()
+                self._record(optimizer)
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": recording}
         return (args[0], recording, *args[2:]), kwargs
 
-    def _record(self) -> None:
+    def _record(self, optimizer: Optimizer) -> None:
+        # a gradient scaler leaves unscaling, and skipping a step with infinities, to fused optimizers
+        scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if isinstance(found, Tensor) and bool(found):
+            return
         self.total_steps += 1
         if (self.total_steps - 1) % self.every or self._take is None:
             return
@@ -278,7 +282,10 @@ class GradientHistory:
             if (self.total_steps - 1) % self.every:
                 return
         with torch.no_grad():
-            self._store.append(self.total_steps, self._take())
+            grads = self._take()
+            if isinstance(scale, Tensor):
+                grads = [grad / scale.to(grad) for grad in grads]
+            self._store.append(self.total_steps, grads)
 
     def _make_room(self, space: int) -> None:
         store = self._store
@@ -290,11 +297,11 @@ class GradientHistory:
 
         while needed() > space:
             if any(dtype != torch.float16 for dtype in store.dtypes):
-                store.rewrite(range(len(store.steps)), [torch.float16] * len(shapes))
+                store.rewrite(range(len(store.steps)), [torch.float16] * len(shapes), self.every)
                 continue
             self.every *= 2
             keep = [index for index, step in enumerate(store.steps) if (step - 1) % self.every == 0]
-            store.rewrite(keep, store.dtypes)
+            store.rewrite(keep, store.dtypes, self.every)
             warnings.warn(
                 f"the gradient history reached its space: every {self.every}-th step is kept from now on, and "
                 "measurements will have error bars.",
@@ -316,11 +323,6 @@ def history_weights(steps: Tensor, last: int, beta: float | None) -> Tensor:
     if beta == 0:
         return (steps == last).double()
     return (1 - beta) * torch.exp((last - steps).double() * math.log(beta))
-
-
-def _stride(steps: Sequence[int]) -> int:
-    """Every which step has a record."""
-    return max((later - earlier for earlier, later in pairwise(steps)), default=1)
 
 
 def _kept_type(parameters: Sequence[nn.Parameter]) -> torch.dtype:

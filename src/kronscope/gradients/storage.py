@@ -26,10 +26,12 @@ class Store(Protocol):
     Attributes:
         steps: The training step of each record, ascending.
         dtypes: How each layer's numbers are kept.
+        every: Every which step has a record.
     """
 
     steps: list[int]
     dtypes: list[torch.dtype]
+    every: int
 
     def append(self, step: int, grads: Sequence[Tensor]) -> None:
         """Add one record per layer."""
@@ -39,7 +41,7 @@ class Store(Protocol):
         """Return records (k, m, n) of a layer as they are kept, and their scales applied."""
         ...
 
-    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype], every: int) -> None:
         """Keep only these records, in these types."""
         ...
 
@@ -68,8 +70,8 @@ def encode(grad: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:
 class MemoryStore:
     """Records in memory."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> None:
-        self.shapes, self.dtypes = list(shapes), list(dtypes)
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], every: int = 1) -> None:
+        self.shapes, self.dtypes, self.every = list(shapes), list(dtypes), every
         self.steps: list[int] = []
         self._records: list[list[tuple[float, Tensor]]] = [[] for _ in shapes]
 
@@ -85,7 +87,7 @@ class MemoryStore:
         wide = torch.float32 if self.dtypes[layer] == torch.float16 else self.dtypes[layer]
         return torch.stack([values.to(wide) * scale if scale != 1.0 else values.to(wide) for scale, values in chosen])
 
-    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype], every: int) -> None:
         """Keep only these records, in these types."""
         for layer, dtype in enumerate(dtypes):
             records = [self._records[layer][index] for index in keep]
@@ -93,7 +95,7 @@ class MemoryStore:
                 records = [encode(values.double() * scale, dtype) for scale, values in records]
             self._records[layer] = records
         self.steps = [self.steps[index] for index in keep]
-        self.dtypes = list(dtypes)
+        self.dtypes, self.every = list(dtypes), every
 
     def keep_first(self, count: int) -> None:
         """Drop all records but the first."""
@@ -112,15 +114,26 @@ class DiskStore:
     """
 
     def __init__(
-        self, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]
+        self,
+        path: Path,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        dtypes: Sequence[torch.dtype],
+        every: int = 1,
     ) -> None:
         self.path, self.names, self.shapes, self.dtypes = path, list(names), list(shapes), list(dtypes)
+        self.every = every
         self.steps: list[int] = []
         self._files: list[int] = []
 
     @classmethod
     def create(
-        cls, path: Path, names: Sequence[str], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]
+        cls,
+        path: Path,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        dtypes: Sequence[torch.dtype],
+        every: int = 1,
     ) -> DiskStore:
         """Start a new folder.
 
@@ -133,14 +146,19 @@ class DiskStore:
                 "remove it."
             )
         path.mkdir(parents=True, exist_ok=True)
-        store = cls(path, names, shapes, dtypes)
+        store = cls(path, names, shapes, dtypes, every)
+        store._remove_others()
+        store._open(os.O_TRUNC)
         store._describe()
-        store._open()
         return store
 
     @classmethod
-    def open(cls, path: Path) -> DiskStore:
+    def open(cls, path: Path, *, append: bool = False) -> DiskStore:
         """Open a folder that was written before, also after a crash.
+
+        Args:
+            path: The folder.
+            append: Go on writing. Otherwise nothing is touched, since another process may be writing.
 
         Raises:
             DataError: there is no history, or its description is damaged.
@@ -158,7 +176,7 @@ class DiskStore:
                 [(layer["rows"], layer["cols"]) for layer in layers],
                 [getattr(torch, layer["dtype"]) for layer in layers],
             )
-            store._generation = int(text["generation"])
+            store._generation, store.every = int(text["generation"]), int(text.get("every", 1))
         except FileNotFoundError as error:
             raise DataError(f"there is no gradient history in {path}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -172,8 +190,10 @@ class DiskStore:
             for index, (shape, dtype) in enumerate(zip(store.shapes, store.dtypes, strict=True))
         ]
         store.steps = steps[: min([len(steps), *complete])]
-        store._trim()
-        store._open()
+        if append:
+            store._trim()
+            store._remove_others()
+            store._open()
         return store
 
     _generation = 0
@@ -186,14 +206,27 @@ class DiskStore:
             {"name": name, "rows": shape[0], "cols": shape[1], "dtype": str(dtype).removeprefix("torch.")}
             for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
         ]
-        text = {"format": _FORMAT, "version": 1, "generation": self._generation, "layers": layers}
+        text = {
+            "format": _FORMAT,
+            "version": 1,
+            "generation": self._generation,
+            "every": self.every,
+            "layers": layers,
+        }
         temporary = self.path / "history.json.part"
         temporary.write_text(json.dumps(text, indent=1))
         temporary.replace(self.path / "history.json")
 
-    def _open(self) -> None:
+    def _remove_others(self) -> None:
+        """Remove what a crash in the middle of :meth:`rewrite` left behind."""
+        for file in self.path.glob("*.bin"):
+            name, _, generation = file.stem.rpartition(".")
+            if (name == "steps" or name.isdigit()) and generation != str(self._generation):
+                file.unlink(missing_ok=True)
+
+    def _open(self, more: int = 0) -> None:
         names = [*(str(index) for index in range(len(self.shapes))), "steps"]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | more
         self._files = [os.open(self._file(name), flags, 0o644) for name in names]
 
     def _trim(self) -> None:
@@ -223,21 +256,19 @@ class DiskStore:
         scales = torch.from_numpy(rows[:, :8].copy().view(np.float64)).float().view(-1, 1, 1)
         return torch.from_numpy(rows[:, 8:].copy().view(np.float16).reshape(-1, m, n)).float() * scales
 
-    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype], every: int) -> None:
         """Keep only these records, in these types, in new files that replace the old ones at once."""
-        old_files = [self._file(name) for name in (*(str(i) for i in range(len(self.shapes))), "steps")]
         new = DiskStore(self.path, self.names, self.shapes, dtypes)
         new._generation = self._generation + 1
-        new._open()
+        new._open(os.O_TRUNC)
         for index in keep:
             new.append(self.steps[index], [self.read(layer, index, index + 1)[0] for layer in range(len(self.shapes))])
         new.close()
         self.close()
-        self.dtypes, self.steps, self._generation = list(dtypes), new.steps, new._generation
+        self.dtypes, self.every, self.steps, self._generation = list(dtypes), every, new.steps, new._generation
         self._describe()  # from here on the new files are the history
+        self._remove_others()
         self._open()
-        for file in old_files:
-            file.unlink(missing_ok=True)
 
     def keep_first(self, count: int) -> None:
         """Drop all records but the first."""

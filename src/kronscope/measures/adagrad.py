@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kronscope.curvature import SecondMoment
 from kronscope.curvature.pairs import pair_squares
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.history import GradientHistory, history_weights
-from kronscope.gradients.stream import GradientStream
+from kronscope.gradients.stream import Atoms, GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
@@ -31,7 +32,7 @@ def measure_history(
     approximations: Sequence[str | Approximation] = ("optimal", "shampoo2", "shampoo"),
     at: Sequence[int] | int | None = None,
     *,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | str | None = None,
     beta: float | None = None,
     details: Sequence[str] = (),
     progress: bool = True,
@@ -48,7 +49,8 @@ def measure_history(
         at: Steps T, counted from 1; None is the last.
         layers: Which of the recorded layers; None takes all.
         beta: Weigh the gradients as an exponential mean with this decay instead of Adagrad's plain sum.
-        details: Also compute ``"spectrum"`` (Figure 2) and ``"exponents"`` curves.
+        details: Also compute ``"spectrum"`` (Figure 2; singular values beyond the first at the last step only) and
+            ``"exponents"`` curves.
         progress: Show a progress bar on a terminal.
 
     Returns:
@@ -66,8 +68,14 @@ def measure_history(
     steps = sorted({history.total_steps} if at is None else {at} if isinstance(at, int) else set(at))
     if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
         raise OptionError(f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}.")
+    if isinstance(approximations, str):
+        approximations = (approximations,)
     chosen = [get(approximation) for approximation in approximations]
-    names = history.layers if layers is None else tuple(layers)
+    if not chosen:
+        raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
+    names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    for name in names:
+        history.shape(name)  # raises for a layer that is not recorded, before any work
     rows: list[Row] = []
     curves: list[Detail] = []
     partial = False
@@ -82,7 +90,7 @@ def measure_history(
                     rows.extend(layer_rows(streams, condition, chosen))
                     for kind in details:
                         values: dict[str, Any] = (
-                            kronecker_spectrum(streams.truth)
+                            kronecker_spectrum(streams.truth, 8 if step == steps[-1] else 1)
                             if kind == "spectrum"
                             else exponent_curve(streams.truth, streams.truth)
                         )
@@ -133,25 +141,19 @@ class _Running:
     def _advance(self, stream: GradientStream, step: int, *, with_norm: bool) -> None:
         """Add the gradients since the last step: ‖H_t‖² = γ²‖H_s‖² + 2 Σ_old,new + Σ_new,new."""
         fade = 1.0 if self.beta is None or not self._count else float(self.beta ** (step - self._step))
-        known = self._count
-        chunks = list(stream)
-        fresh = [part for chunk in chunks if (part := _since(chunk, known)) is not None]
-        if with_norm:
-            total = fade * fade * self._norm_squared
-            for index, chunk in enumerate(fresh):
-                for other in fresh[index:]:
-                    total += (1.0 if other is chunk else 2.0) * _pair_total(chunk, other)
-                for old in chunks:
-                    if (past := _before(old, known)) is not None:
-                        total += 2.0 * _pair_total(chunk, past)
-            self._norm_squared = total
+        known, count = self._count, stream.num_samples
         m, n = stream.shape
         left, right = self._grams or (torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64))
-        left, right = fade * left, fade * right
-        if fresh:
-            news = SecondMoment(GradientStream(lambda: fresh, (m, n), stream.num_samples - known, 1, in_memory=True))
+        left, right, total = fade * left, fade * right, fade * fade * self._norm_squared
+        if count > known:
+            # chunk by chunk: a history on disk may be far larger than memory
+            news = SecondMoment(_part(stream, known, count))
             left, right = left + news.left(), right + news.right()
-        self._grams, self._count, self._step = (left, right), stream.num_samples, step
+            if with_norm:
+                total += news.norm_squared()
+                for fresh in news.stream if known else ():
+                    total += 2.0 * sum(_pair_total(fresh, past) for past in _part(stream, 0, known))
+        self._grams, self._count, self._step, self._norm_squared = (left, right), count, step, total
 
     def _fit_optimal(self, stream: GradientStream) -> None:
         solver = Optimal()
@@ -169,17 +171,19 @@ class _Running:
         stream.memo["optimal", solver] = OptimalFit(product, sigma, triple.residual, triple.rounds)
 
 
-def _since(chunk: Any, count: int) -> Any:
-    """The samples of a chunk numbered ``count`` and later."""
-    skip = max(0, count - int(chunk.samples[0]))
-    return chunk.part(skip, len(chunk.weights)) if skip < len(chunk.weights) else None
+def _part(stream: GradientStream, start: int, stop: int) -> GradientStream:
+    """The samples numbered ``start`` to ``stop``, numbered from 0."""
+
+    def chunks() -> Iterator[Atoms]:
+        for chunk in stream:
+            first = int(chunk.samples[0])
+            low, high = max(start - first, 0), min(stop - first, len(chunk.weights))
+            if low < high:
+                part = chunk.part(low, high)
+                yield replace(part, samples=part.samples - start)
+
+    return GradientStream(chunks, stream.shape, stop - start, stream.columns, in_memory=stream.in_memory)
 
 
-def _before(chunk: Any, count: int) -> Any:
-    """The samples of a chunk numbered below ``count``."""
-    take = min(len(chunk.weights), count - int(chunk.samples[0]))
-    return chunk.part(0, take) if take > 0 else None
-
-
-def _pair_total(first: Any, second: Any) -> float:
+def _pair_total(first: Atoms, second: Atoms) -> float:
     return float(first.weights @ pair_squares(first, second) @ second.weights)

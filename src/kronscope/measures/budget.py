@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from kronscope.errors import OptionError
-from kronscope.gradients import LayerPlan
 
-__all__ = ["atom_bytes", "factor_bytes", "parse_budget", "sweeps"]
+__all__ = ["factor_bytes", "parse_budget", "sweeps"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BY_DEFAULT = 8 << 30
@@ -46,28 +45,31 @@ def factor_bytes(shape: tuple[int, int]) -> int:
     return 8 * (12 * (m * m + n * n) + 4 * m * n)
 
 
-def atom_bytes(plan: LayerPlan, samples: int) -> int:
-    """Bytes of a layer's captured atoms."""
-    return plan.bytes * samples
-
-
-def sweeps(plans: Sequence[LayerPlan], samples: int, budget: int) -> Iterator[tuple[list[str], bool]]:
+def sweeps(sizes: Mapping[str, int], samples: int, budget: int) -> Iterator[tuple[list[str], bool]]:
     """Yield groups of layers that are captured in one sweep, and whether their atoms are kept in memory.
 
     A layer whose atoms do not fit goes alone, and its atoms are captured anew for every pass.
+
+    Args:
+        sizes: Bytes of one sample's atoms, by layer: those of the truth and those that are fitted on.
+        samples: Number of samples.
+        budget: Bytes allowed.
+
+    >>> list(sweeps({"a": 10, "b": 10, "c": 90, "d": 10}, 1, 60))
+    [(['c'], False), (['a', 'b', 'd'], True)]
     """
     room = budget // 2
     group: list[str] = []
     used = 0
-    for plan in plans:
-        size = atom_bytes(plan, samples)
+    for name, each in sizes.items():
+        size = each * samples
         if size > room:
-            yield [plan.name], False
+            yield [name], False
             continue
         if used + size > room and group:
             yield group, True
             group, used = [], 0
-        group.append(plan.name)
+        group.append(name)
         used += size
     if group:
         yield group, True

@@ -18,6 +18,10 @@ from kronscope.measures.cosines import cosine
 
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
 
+# What leading singular values beyond the first may cost in multiply-adds, and the passes over the data each one takes.
+_SPECTRUM_OPERATIONS = 2e12
+_USUAL_PASSES = 40
+
 EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(41))
 
 
@@ -26,13 +30,15 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
 
     Args:
         stream: The truth.
-        rank: How many leading singular values; 1 leaves out all but the curves.
+        rank: How many leading singular values; 1 leaves out all but the curves. Fewer are computed where each costs
+            much: a pass over a large layer for every one of them in every round.
 
     Returns:
         ``ratio`` :math:`\sigma_1/\|\sigma\|` (the optimal cosine), ``left`` and ``right`` (the cosine between the first
         singular vector and one round of power iteration from the identity,
         :math:`\alpha_1\sigma_1/\sqrt{\sum\alpha_i^2\sigma_i^2}`), ``sigma``, ``alpha_left``
-        :math:`= \operatorname{tr} U_i` and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual`` of the optimum.
+        :math:`= \operatorname{tr} U_i` and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual``
+        of the optimum.
     """
     moment = SecondMoment(stream)
     best = Optimal().solve(stream)
@@ -43,6 +49,7 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
         for gram, vector in zip(grams, (first_left, first_right), strict=True)
     ]
     sigma, lefts, rights = [best.sigma], first_left[None], first_right[None]
+    rank = min(rank, int(_SPECTRUM_OPERATIONS // (_USUAL_PASSES * moment.contraction_cost())))
     if rank > 1:
         triples = singular_triples(moment, rank, tolerance=1e-6, max_rounds=200)
         sigma, lefts, rights = triples.sigma.tolist(), triples.left, triples.right

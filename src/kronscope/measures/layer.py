@@ -82,7 +82,16 @@ def layer_rows(
     if sum(approximation.name in _IN_SHAMPOO_BASIS for approximation in approximations) > 1:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
-    resampler = _resampler(streams)
+    resampler, common, silence = None, [streams.note] if streams.note else [], ""
+    try:
+        resampler = _resampler(streams)
+    except DataError as error:
+        if streams.whole_square:
+            silence = str(error)  # so few recorded steps say nothing about the others
+        elif streams.resample == "samples":
+            raise
+        else:
+            common.append(str(error))
 
     def stream_for(approximation: Approximation) -> GradientStream:
         if approximation.fits_truth:
@@ -91,16 +100,20 @@ def layer_rows(
 
     for approximation in approximations:
         started = time.perf_counter()
-        notes = [streams.note] if streams.note else []
+        notes = list(common)
         estimate = Estimate(math.nan, math.nan)
         try:
             if probes is not None:
                 estimate = probes.cosine(truth, approximation.fit(stream_for(approximation)))
+            elif silence:
+                estimate = Estimate(math.nan, math.nan, silence)
             elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
                 estimate = Estimate(cosine(truth, approximation.fit(stream_for(approximation))), math.nan)
             else:
                 estimate = _resampled(resampler, approximation, batches_of)
-            if math.isnan(estimate.value):
+            if estimate.note:
+                notes.append(estimate.note)
+            elif math.isnan(estimate.value):
                 notes.append("the gradients are all zero: there is no direction to compare")
         except (NotFactoredError, ConvergenceError, DataError) as error:
             notes.append(str(error))

@@ -57,6 +57,7 @@ def measure(
     memory_budget: int | str | None = None,
     *,
     details: Sequence[str] = (),
+    spectrum_rank: int = 8,
     accuracy: float = 0.01,
     max_columns: int | None = None,
     replacement: bool = True,
@@ -93,12 +94,13 @@ def measure(
         estimator: ``"exact"``, or ``"probes"`` (or a :class:`Probes`) for the paper's estimator.
         memory_budget: Bytes, or a text such as ``"2GiB"``; default a third of the machine's memory, at most 8 GiB.
         details: Also compute ``"spectrum"`` (Figure 2), ``"exponents"`` and ``"batch_sizes"`` curves.
+        spectrum_rank: Leading singular values in the ``"spectrum"`` detail.
         accuracy: With very many classes the truth itself is drawn: the standard error to reach.
         max_columns: Draw the truth's labels when exact ones need more backward passes than this per sample; None
             decides by the cost.
         replacement: Whether the batches of ``batch_size`` are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` (fast) or ``"func"`` (general).
-        verbose: Print how each layer is captured and contracted.
+        verbose: Print how each layer is captured, to standard error.
 
     Returns:
         One row per layer and approximation.
@@ -125,7 +127,8 @@ def measure(
         raise OptionError(f"truth must be one of {tuple(_TRUTHS)}, got {truth!r}.")
     if labels is not None and labels not in _LABELS:
         raise OptionError(f"labels must be one of {_LABELS} or None, got {labels!r}.")
-    for name, number in (("batch_size", batch_size), ("draws", draws)):
+    counts: dict[str, Any] = {"batch_size": batch_size, "draws": draws}
+    for name, number in counts.items():
         if not isinstance(number, int) or number < 1:
             raise OptionError(f"{name} must be a whole number of 1 or more, got {number!r}.")
     if max_samples is not None and max_samples < 1:
@@ -138,6 +141,8 @@ def measure(
         raise OptionError(f"accuracy must be positive, got {accuracy}.")
     if isinstance(approximations, str):
         approximations = (approximations,)
+    if not approximations:
+        raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
     work = _Work(
         approximations=tuple(get(approximation) for approximation in approximations),
         truth=truth,
@@ -148,6 +153,7 @@ def measure(
         population=population,
         probes=probes,
         details=tuple(details),
+        spectrum_rank=spectrum_rank,
         accuracy=accuracy,
         max_columns=max_columns,
         replacement=replacement,
@@ -177,10 +183,9 @@ def measure(
             work.begin(recorder, parameters, was_training)
             if verbose:
                 sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
-            try:
-                work.run(recorder, bar)
-            except KeyboardInterrupt:
-                work.partial = True
+            work.run(recorder, bar)
+    except KeyboardInterrupt:
+        work.partial = True
     finally:
         states.restore()
     return work.results()
@@ -207,6 +212,7 @@ class _Work:
     population: bool
     probes: Probes | None
     details: tuple[str, ...]
+    spectrum_rank: int
     accuracy: float
     max_columns: int | None
     replacement: bool
@@ -284,6 +290,13 @@ class _Work:
             return "sampled" if self.truth_draws is not None else _TRUTHS[self.truth]
         return "sampled" if self.labels == "exact" and self.truth_draws is not None else self.labels
 
+    @property
+    def _fits_are_truths(self) -> bool:
+        """Whether the approximations are fitted on the very atoms of the truth."""
+        own = _TRUTHS[self.truth]
+        fit = self.labels or own
+        return fit == own or (self.truth_draws is not None and fit == "sampled")
+
     def plans(self, recorder: Recorder) -> list[LayerPlan]:
         """How the truth's atoms of each layer are captured."""
         if self.truth_draws is not None:
@@ -302,7 +315,11 @@ class _Work:
             )
         plans = self.plans(recorder)
         self.settings["capture"] = {plan.name: str(plan) for plan in plans}
-        for names, cache in sweeps(plans, recorder.num_samples, self.budget):
+        sizes = {plan.name: plan.bytes for plan in plans}
+        if not self._fits_are_truths:
+            for plan in recorder.plan(self.labels or _TRUTHS[self.truth], self.draws):
+                sizes[plan.name] += plan.bytes
+        for names, cache in sweeps(sizes, recorder.num_samples, self.budget):
             self._measure_group(recorder, bar, names, cache)
 
     def _streams(self, recorder: Recorder, bar: Bar, names: list[str], cache: bool) -> dict[str, LayerStreams]:
@@ -315,7 +332,7 @@ class _Work:
             else recorder.streams(own, names=names, cache=cache)
         )
         fit = self.labels or own
-        if fit == own or (drawn and fit in ("exact", "sampled")):
+        if self._fits_are_truths:
             fits = truths
         else:
             bar.begin(f"gradients with {fit} labels", recorder.num_samples)
@@ -354,7 +371,7 @@ class _Work:
 
     def _curve(self, kind: str, truth: GradientStream, fitted: GradientStream) -> dict[str, Any]:
         if kind == "spectrum":
-            return kronecker_spectrum(truth)
+            return kronecker_spectrum(truth, self.spectrum_rank)
         if kind == "exponents":
             batches = batch_stream(fitted, self.batch_size, replacement=self.replacement, labels=self.fit_labels)
             return exponent_curve(truth, batches)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kronscope.curvature import SecondMoment
-from kronscope.errors import DataError
+from kronscope.errors import ConvergenceError, DataError
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import Operator
 
@@ -32,17 +33,18 @@ class Estimate:
 
     value: float
     stderr: float
+    note: str = ""
 
 
 class Resampler:
-    """Replicates of a pair of streams with one group of samples, or one label draw, left out.
+    """Replicates of a pair of streams with one group of samples, or of label draws, left out.
 
     Args:
         truth: Stream of the matrix.
         fitted: Stream the approximations are fitted on; may be the same object.
         by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
         fixed_truth: Keep the truth whole and only vary what is fitted (the truth is exact, the labels were drawn).
-        groups: Number of groups of samples.
+        groups: Number of groups of samples or draws.
         whole_square: For samples that are themselves drawn from a finite whole, such as every k-th step of a run: the
             sum of squares of the whole's weights (1/T for T equal ones), when those sum to one. The question is then
             the value on that whole, its pairs of a sample with itself included.
@@ -65,9 +67,9 @@ class Resampler:
         self.truth, self.fitted, self.by, self.fixed_truth = truth, fitted, by, fixed_truth
         drawn = fitted if fixed_truth else truth
         units = truth.num_samples if by == "samples" else drawn.columns
-        self.count = min(units, groups) if by == "samples" else units
+        self.count = min(units, groups)
         if self.count < 3:
-            raise DataError(f"an error bar needs at least three {by}, got {units}; use more {by}, or population=False.")
+            raise DataError(f"an error bar needs at least three {by}, got {units}; use more {by}.")
         self._groups = torch.arange(truth.num_samples) % self.count
         self._norms = self._truth_norms()
         self._whole = (truth, fitted) if by == "draws" else self._without(-1)
@@ -80,13 +82,17 @@ class Resampler:
     def cosine(self, fit: Fit) -> Estimate:
         """Estimate the cosine of what ``fit`` makes of the fitted stream with the truth."""
         whole = self._one(fit, *self._whole, self._norms[0])
-        left_out = torch.tensor(
-            [
+        try:
+            values = [
                 self._one(fit, truth, fitted, norm)
                 for (truth, fitted), norm in zip(self._replicates, self._norms[1:], strict=True)
-            ],
-            dtype=torch.float64,
-        )
+            ]
+        except ConvergenceError as error:
+            if not self.fixed_truth:
+                raise
+            # the fit that was made stands; it is only not known how it varies
+            return Estimate(whole, math.nan, f"no error bar: with some {self.by} left out, {error}")
+        left_out = torch.tensor(values, dtype=torch.float64)
         count = self.count
         spread = float(((left_out - left_out.mean()) ** 2).sum())
         stderr = math.sqrt((count - 1) / count * spread)
@@ -111,7 +117,7 @@ class Resampler:
         if self.fixed_truth:
             return [moment.norm()] * (self.count + 1)
         if self.by == "draws":
-            return _draw_norms(self.truth)
+            return _draw_norms(self.truth, self.count)
         weights = _weights(self.truth)
         self._square = float(weights.square().sum() / weights.sum() ** 2)
         pairs = moment.pair_sums(self._groups)
@@ -139,8 +145,8 @@ class Resampler:
     def _without(self, group: int) -> tuple[GradientStream, GradientStream]:
         if self.by == "draws":
             if self.fixed_truth:
-                return self.truth, self.fitted.map(lambda atoms: _drop_column(atoms, group))
-            truth = self.truth.map(lambda atoms: _drop_column(atoms, group))
+                return self.truth, _fewer_draws(self.fitted, group, self.count)
+            truth = _fewer_draws(self.truth, group, self.count)
             return truth, (truth if self.fitted is self.truth else self.fitted)
         keep = self._groups != group
         fitted = _reweighted(self.fitted, keep)
@@ -158,32 +164,39 @@ def _reweighted(stream: GradientStream, keep: Tensor) -> GradientStream:
     return SecondMoment(stream).reweighted(weights / weights.sum()).stream
 
 
-def _drop_column(atoms: Atoms, column: int) -> Atoms:
-    """Leave one label draw out; the others stand for the mean of one fewer."""
+def _fewer_draws(stream: GradientStream, group: int, groups: int) -> GradientStream:
+    fewer = stream.map(partial(_drop_columns, group=group, groups=groups))
+    # many replicates live at once: what each of them forms is not kept
+    fewer.keep_bytes = 0
+    return fewer
+
+
+def _drop_columns(atoms: Atoms, group: int, groups: int) -> Atoms:
+    """Leave a group of label draws out; the others stand for the mean of fewer."""
     count = atoms.columns
-    keep = [index for index in range(count) if index != column]
-    scale = math.sqrt(count / (count - 1))
+    keep = [index for index in range(count) if index % groups != group]
+    scale = math.sqrt(count / len(keep))
     if isinstance(atoms, DenseAtoms):
         return DenseAtoms(atoms.grads[:, keep] * scale, atoms.weights, atoms.samples)
     rows, cols = atoms.row_factors, atoms.col_factors
     rows = rows[:, keep] if rows.shape[1] == count else rows
     cols = cols[:, keep] if cols.shape[1] == count else cols
     # the scale belongs on one side only, and on the one that has the columns
-    if rows.shape[1] == count - 1:
+    if rows.shape[1] == len(keep):
         rows = rows * scale
     else:
         cols = cols * scale
     return FactoredAtoms(rows, cols, atoms.weights, atoms.samples)
 
 
-def _draw_norms(stream: GradientStream) -> list[float]:
+def _draw_norms(stream: GradientStream, groups: int) -> list[float]:
     """Norms for exact labels of these samples: pairs of different samples, and different draws of one sample."""
     count = stream.columns
     norms = []
-    for dropped in range(-1, count):
-        kept = stream if dropped < 0 else stream.map(lambda atoms, index=dropped: _drop_column(atoms, index))  # type: ignore[misc]
+    for dropped in range(-1, groups):
+        kept = stream if dropped < 0 else _fewer_draws(stream, dropped, groups)
         moment = SecondMoment(kept)
-        draws = count if dropped < 0 else count - 1
+        draws = sum(index % groups != dropped for index in range(count))
         own, same = float(moment.own_sums().sum()), float(moment.own_sums(same_column=True).sum())
         # a draw's pair with itself says nothing of the mean; the other pairs of the sample stand in for it
         unbiased = moment.norm_squared() - own + (own - same) * draws / (draws - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,12 +28,13 @@ from kronscope.optim.live import live_operator
 from kronscope.optim.options import checked_group, hyper_of, layouts_of, structure_of
 from kronscope.optim.parallel import SingleProcess
 from kronscope.optim.schedule import assign_phases, due_blocks, stale_blocks
-from kronscope.optim.stacks import Member, Stack, build_stacks, factor_dtype, initial_state
+from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import check_loaded, load_tensors
 
 __all__ = ["KroneckerOptimizer"]
 
 _OBJECTS = ("refresh", "scale", "solver")
+_NOT_OPTIONS = ("params", "param_names", "roles", "initial_lr", "skipped_steps", "lr_scale")
 
 
 class KroneckerOptimizer(Optimizer):
@@ -57,15 +59,13 @@ class KroneckerOptimizer(Optimizer):
         """Add parameters, also in the middle of a run; they start at their own step 1.
 
         Raises:
-            OptionError: an option of the group is not allowed, or unknown; nothing is added.
+            OptionError: an option of the group is not allowed, or misspelt; nothing is added.
         """
-        unknown = (
-            set(param_group) - set(self.defaults) - {"params", "roles", "param_names", "initial_lr", "skipped_steps"}
-        )
-        if unknown:
-            raise OptionError(
-                f"{type(self).__name__} has no option {', '.join(sorted(unknown))}; it has {', '.join(self.defaults)}."
-            )
+        for name in set(param_group) - set(self.defaults) - set(_NOT_OPTIONS):
+            # groups may carry names and notes of their own, but a misspelt option must not pass for one
+            meant = difflib.get_close_matches(name, list(self.defaults), 1, 0.75)
+            if meant:
+                raise OptionError(f"{type(self).__name__} has no option {name!r}; did you mean {meant[0]!r}?")
         checked = checked_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -178,9 +178,7 @@ class KroneckerOptimizer(Optimizer):
             for param in group["params"]:
                 if self._layouts[param].is_elementwise or "step" not in self.state.get(param, {}):
                     continue
-                # an option changed during the run may need, for example, a momentum buffer
-                for name, tensor in initial_state(param, self._layouts[param], hypers[index]).items():
-                    self.state[param].setdefault(name, tensor)
+                add_missing(self.state[param], param, self._layouts[param], hypers[index])
                 entries.append((param, self._layouts[param], first[index], hypers[index]))
         self._stacks = build_stacks(entries, self.state)
 

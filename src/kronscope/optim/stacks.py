@@ -17,7 +17,7 @@ from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, new_state
 
-__all__ = ["Member", "Stack", "block_key", "build_stacks", "factor_dtype", "initial_state"]
+__all__ = ["Member", "Stack", "add_missing", "block_key", "build_stacks", "factor_dtype", "initial_state"]
 
 # Held per block on the CPU: they steer the schedule and are never used in arithmetic on the device.
 _HOST = ("phase", "refreshed")
@@ -117,6 +117,14 @@ def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
         for name in _HOST:
             state[block_key(index, name)] = torch.zeros(tile.count, len(tile.block), dtype=torch.int64)
     return state
+
+
+def add_missing(state: Tensors, param: Tensor, layout: Layout, hyper: Hyper) -> None:
+    """Make what an option changed during the run needs, for example a momentum buffer."""
+    names = [block_key(index, name) for index, tile in enumerate(layout.tiles) for name in new_state_names(tile, hyper)]
+    if any(name not in state for name in names):
+        for name, tensor in initial_state(param, layout, hyper).items():
+            state.setdefault(name, tensor)
 
 
 def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]) -> list[Stack]:

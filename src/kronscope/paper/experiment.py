@@ -159,6 +159,8 @@ class _Experiment:
             estimator=estimator,
             memory_budget=self.options.memory_budget,
             details=fit.details if exact else (),
+            # the figure shows singular values beyond the first after the last step only
+            spectrum_rank=8 if step == self.settings.measure_at[-1] else 1,
             progress=self.show_bars,
         )
 

@@ -98,11 +98,12 @@ def _has(results: Results, labels: str) -> bool:
     return any(row.labels == labels for row in results)
 
 
+def _figures(columns: Mapping[str, Results]) -> dict[str, Figure]:
+    return _figure1(columns) | _figure2(columns) | _figure3(columns) | _figure4(columns)
+
+
 def _everything(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    drawn: dict[str, Figure] = {}
-    for draw in (_figure1, _figure2, _figure3, _figure4, _beyond):
-        drawn |= draw(columns)
-    return drawn
+    return _figures(columns) | _beyond(columns)
 
 
 _REAL = (Fit("real", 1, _SHAMPOOS), Fit("real", 256, _SHAMPOOS))
@@ -128,6 +129,14 @@ _PLANS = (
     Plan("figure3", "real labels, batches of 1 and 256", _REAL, (), (), _figure3),
     Plan("figure4", "with K-FAC", (Fit("exact", 1, (*_SHAMPOOS, "kfac-reduce")),), (), (), _figure4),
     Plan("figure5", "three layers of a ViT", (Fit("exact", 1, _SHAMPOOS),), _SHAMPOOS, (), _figure5),
+    Plan(
+        "figures",
+        "figures 1 to 4 from one training run",
+        (Fit("exact", 1, (*_SHAMPOOS, "kfac-reduce"), ("spectrum",)), *_REAL),
+        _SHAMPOOS,
+        ("spectrum",),
+        _figures,
+    ),
     Plan(
         "all",
         "every figure, every approximation, exponent and batch-size sweeps",

@@ -1,0 +1,426 @@
+"""Which optimizer gets where, in how many steps and seconds? Learning-rate sweeps with seeds, on real data.
+
+    python benchmarks/optim_training.py run --data-dir DIR --workloads chars --optimizers adamw shampoo soap
+        --lrs 0.001 0.003 0.01 --seeds 0 1 2 [--steps 250] [--out benchmarks/records/optim_training]
+    python benchmarks/optim_training.py report [--out benchmarks/records/optim_training]
+
+Workloads: `cifar` (CIFAR-10, a small ResNet), `chars` (tiny-shakespeare, a character GPT of 2 layers and width 128),
+`mnist` (an MLP). Each run is one JSON file, named by all that decides it, with the validation loss against steps and
+seconds; runs whose file exists are not repeated, so an interrupted sweep goes on where it stopped. Seconds are those of
+training only. Every optimizer gets the same learning rates, the same batches and the same schedule (constant, then a
+linear fall over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by mean final
+loss, and the steps and seconds to AdamW's best final loss, and draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import lzma
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronscope.optim import SOAP, Graft, KLShampoo, Norm, Shampoo, Trace, Warmup, param_groups
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+# --- workloads ------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention with a fused projection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        shape = (*x.shape[:2], self.heads, -1)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class CharGPT(nn.Module):
+    """A character language model."""
+
+    def __init__(self, vocabulary: int, width: int = 128, layers: int = 2, heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.tok_emb, self.pos_emb = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        nn.init.normal_(self.tok_emb.weight, std=0.02)
+        nn.init.normal_(self.pos_emb.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, time) to logits (batch * time, vocabulary)."""
+        x = self.tok_emb(tokens) + self.pos_emb.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.norm(x)).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """Two convolutions and a short cut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
+        self.short = (
+            nn.Conv2d(before, after, 1, stride, bias=False) if (before, stride) != (after, 1) else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, before, h, w) to (batch, after, h / stride, w / stride)."""
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        return functional.relu(y + self.short(x))
+
+
+def small_resnet() -> nn.Module:
+    widths = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    body = [Residual(*width) for width in widths]
+    return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+def shuffled(x: Tensor, y: Tensor, batch: int, seed: int) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(x), generator=generator).split(batch):
+            if len(index) == batch:
+                yield x[index], y[index]
+
+
+def load_chars(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+    text = (folder / "text" / "tinyshakespeare.txt").read_text()
+    letters = sorted(set(text))
+    data = torch.tensor([letters.index(letter) for letter in text])
+    train, held = data[: int(0.9 * len(data))], data[int(0.9 * len(data)) :]
+    context, batch = 64, 16
+
+    def windows(source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        index = starts[:, None] + torch.arange(context)
+        return source[index], source[index + 1].flatten()
+
+    def batches(seed: int) -> Batches:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield windows(train, torch.randint(len(train) - context, (batch,), generator=generator))
+
+    fixed = torch.linspace(0, len(held) - context - 1, 256).long()
+    return lambda: CharGPT(len(letters)), batches, [windows(held, part) for part in fixed.split(64)]
+
+
+def load_cifar(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+    def read(name: str) -> tuple[Tensor, Tensor]:
+        with lzma.open(folder / "cifar10" / f"{name}.bin.xz") as file:
+            rows = np.frombuffer(file.read(), np.uint8).reshape(-1, 3073)
+        pixels = torch.from_numpy(rows[:, 1:].copy()).view(-1, 3, 32, 32).float()
+        return (pixels - 121) / 64, torch.from_numpy(rows[:, 0].copy()).long()
+
+    parts = [read(f"data_batch_{i}") for i in range(1, 6)]
+    x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    test = read("test_batch")
+    held = list(zip(test[0][:4000].split(1000), test[1][:4000].split(1000), strict=True))
+    return small_resnet, lambda seed: shuffled(x, y, 128, seed), held
+
+
+def load_mnist(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+    def read(name: str, header: int) -> Tensor:
+        with gzip.open(folder / "mnist" / f"{name}-ubyte.gz") as file:
+            raw = file.read()
+        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).copy())
+
+    x, y = read("train-images-idx3", 16).view(-1, 784).float() / 128 - 1, read("train-labels-idx1", 8).long()
+    tx, ty = read("t10k-images-idx3", 16).view(-1, 784).float() / 128 - 1, read("t10k-labels-idx1", 8).long()
+    return mlp, lambda seed: shuffled(x, y, 128, seed), list(zip(tx.split(2000), ty.split(2000), strict=True))
+
+
+WORKLOADS = {"chars": load_chars, "cifar": load_cifar, "mnist": load_mnist}
+STEPS = {"chars": 250, "cifar": 600, "mnist": 500}
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class Muon32(torch.optim.Optimizer):
+    """Muon in float32: orthogonalised Nesterov momentum for matrices (torch's casts to bf16, which CPUs emulate)."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take one step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                update = param.grad.lerp(buffer, group["momentum"]).flatten(1)
+                tall = update.shape[0] > update.shape[1]
+                x = update.T if tall else update
+                x = x / (x.norm() + 1e-7)
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+                x = x.T if tall else x
+                # the length that matches AdamW's learning rates
+                param.add_(x.view_as(param), alpha=-group["lr"] * 0.2 * max(update.shape) ** 0.5)
+
+
+class Pair:
+    """Muon for hidden matrices, AdamW for the rest."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        groups = param_groups(model)
+        hidden = [
+            p for g in groups for (_, p), role in zip(g["params"], g["roles"], strict=True) if p.ndim > 1 and not role
+        ]
+        chosen = set(hidden)
+        rest = [p for p in model.parameters() if p not in chosen]
+        self.parts = [Muon32(hidden, lr), torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.0)]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Take one step with both."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of both."""
+        for part in self.parts:
+            part.zero_grad()
+
+
+def named(model: nn.Module) -> Any:
+    return model.named_parameters()
+
+
+def shampoo(**options: Any) -> Callable[[nn.Module, float], Any]:
+    return lambda model, lr: Shampoo(named(model), lr, **options)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, float], Any]] = {
+    "adamw": lambda model, lr: torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0),
+    "muon": Pair,
+    "soap-published": lambda model, lr: SOAP(model.parameters(), lr, betas=(0.95, 0.95), refresh=10, reference=True),
+    "shampoo": shampoo(),
+    "soap": lambda model, lr: SOAP(named(model), lr),
+    "kl-shampoo": lambda model, lr: KLShampoo(named(model), lr),
+    # what the defaults were chosen from
+    "trace-d4-b1": shampoo(scale=Trace(bound=1.0), damping=1e-4, refresh=Warmup(30, 10)),
+    "trace-d3-b1": shampoo(scale=Trace(bound=1.0), damping=1e-3, refresh=Warmup(30, 10)),
+    "trace-d4-every10": shampoo(scale=Trace(bound=1.0), damping=1e-4, refresh=10),
+    "trace-d4-unbounded": shampoo(scale=Trace(), damping=1e-4, refresh=Warmup(30, 10)),
+    "adam-half": shampoo(scale="adam", exponent=-0.5, damping=1e-4, refresh=Warmup(30, 10)),
+    "adam-half-every10": shampoo(scale="adam", exponent=-0.5, damping=1e-4, refresh=10),
+    "adam-third": shampoo(scale="adam", exponent=-1 / 3, damping=1e-4, refresh=10),
+    "adam-quarter": shampoo(scale="adam", exponent=-0.25, damping=1e-6, refresh=10),
+    "norm-half": shampoo(scale=Norm(0.2), exponent=-0.5, damping=1e-4, refresh=10),
+    "rms-half": shampoo(scale=Graft("rmsprop"), exponent=-0.5, damping=1e-4, refresh=10),
+    "soap-every1": lambda model, lr: SOAP(named(model), lr, refresh=1),
+    "kl-all": lambda model, lr: KLShampoo(model.parameters(), lr),
+    "shampoo-all": lambda model, lr: Shampoo(model.parameters(), lr),
+    "soap-all": lambda model, lr: SOAP(model.parameters(), lr),
+}
+
+
+def distributed_shampoo(folder: str) -> Callable[[nn.Module, float], Any]:
+    sys.path.insert(0, folder)
+    import distributed_shampoo as ds  # type: ignore[import-not-found]
+
+    return lambda model, lr: ds.DistributedShampoo(
+        model.parameters(),
+        lr=lr,
+        betas=(0.9, 0.95),
+        epsilon=1e-12,
+        max_preconditioner_dim=1024,
+        precondition_frequency=10,
+        start_preconditioning_step=10,
+        grafting_config=ds.AdamPreconditionerConfig(beta2=0.95, epsilon=1e-8),
+    )
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def schedule(step: int, steps: int) -> float:
+    return min(1.0, (steps - step) / max(steps // 5, 1))
+
+
+@torch.no_grad()
+def validate(model: nn.Module, held: list[tuple[Tensor, Tensor]]) -> float:
+    model.eval()
+    total = sum(functional.cross_entropy(model(x), y).item() * len(y) for x, y in held)
+    model.train()
+    return total / sum(len(y) for _, y in held)
+
+
+def train(workload: Any, make: Callable[[nn.Module, float], Any], lr: float, seed: int, steps: int) -> dict[str, Any]:
+    build, batches, held = workload
+    torch.manual_seed(seed)
+    model = build()
+    optimizer = make(model, lr)
+    stream = batches(seed)
+    curve: list[list[float]] = []
+    seconds = cpu = 0.0
+    for step in range(1, steps + 1):
+        x, y = next(stream)
+        before = time.perf_counter(), time.process_time()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * schedule(step - 1, steps)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        seconds += time.perf_counter() - before[0]
+        cpu += time.process_time() - before[1]
+        if step % 10 == 0 or step == steps:
+            curve.append([step, validate(model, held), seconds, cpu])
+            if not np.isfinite(curve[-1][1]):
+                break
+    return {"columns": ["step", "validation loss", "seconds", "cpu seconds"], "curve": curve, "final": curve[-1][1]}
+
+
+def environment() -> dict[str, Any]:
+    return {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    registry = dict(OPTIMIZERS)
+    if args.distributed_shampoo:
+        registry["distributed-shampoo"] = distributed_shampoo(args.distributed_shampoo)
+    for workload in args.workloads:
+        loaded = WORKLOADS[workload](args.data_dir)
+        steps = args.steps or STEPS[workload]
+        for seed in args.seeds:
+            for lr in args.lrs:
+                for name in args.optimizers:
+                    path = args.out / f"{workload}-{name}-lr{lr:g}-seed{seed}-steps{steps}.json"
+                    if path.exists():
+                        continue
+                    key = {"workload": workload, "optimizer": name, "lr": lr, "seed": seed, "steps": steps}
+                    record = {**key, **train(loaded, registry[name], lr, seed, steps), "environment": environment()}
+                    scratch = path.with_suffix(".part")
+                    scratch.write_text(json.dumps(record) + "\n")
+                    os.replace(scratch, path)
+                    last = record["curve"][-1]
+                    print(f"{path.stem}: {record['final']:.4f} ({last[3]:.0f} s of CPU)", flush=True)
+
+
+# --- report ---------------------------------------------------------------------------------------------------------
+
+
+def reached(curve: list[list[float]], target: float, column: int) -> float:
+    return next((row[column] for row in curve if row[1] <= target), float("inf"))
+
+
+def report(args: argparse.Namespace) -> None:
+    records = [json.loads(path.read_text()) for path in sorted(args.out.glob("*-seed*.json"))]
+    summary: dict[str, Any] = {}
+    for workload in sorted({record["workload"] for record in records}):
+        table: dict[str, dict[float, list[dict[str, Any]]]] = {}
+        for record in records:
+            if record["workload"] == workload:
+                table.setdefault(record["optimizer"], {}).setdefault(record["lr"], []).append(record)
+        best = {
+            name: min(by_lr.items(), key=lambda item: statistics.mean(r["final"] for r in item[1]))
+            for name, by_lr in table.items()
+        }
+        target = statistics.mean(r["final"] for r in best["adamw"][1]) if "adamw" in best else float("-inf")
+        print(f"\n{workload}: AdamW's best final loss {target:.4f}")
+        print(f"{'optimizer':22}{'best lr':>9}{'final':>9}{'seeds':>6}{'steps to it':>13}{'CPU s to it':>13}  all lrs")
+        rows = {}
+        ranked = sorted(best.items(), key=lambda item: statistics.mean(r["final"] for r in item[1][1]))
+        for name, (lr, runs) in ranked:
+            finals = [r["final"] for r in runs]
+            steps, cpu = (statistics.median(reached(r["curve"], target, c) for r in runs) for c in (0, 3))
+            sweep = {f"{k:g}": statistics.mean(r["final"] for r in v) for k, v in sorted(table[name].items())}
+            rows[name] = {"lr": lr, "finals": finals, "steps_to_adamw": steps, "cpu_to_adamw": cpu, "sweep": sweep}
+            cells = " ".join(f"{key}:{value:.3f}" for key, value in sweep.items())
+            print(f"{name:22}{lr:9g}{statistics.mean(finals):9.4f}{len(runs):6}{steps:13.0f}{cpu:13.1f}  {cells}")
+        summary[workload] = {"adamw_final": target, "optimizers": rows}
+        draw(workload, best, args.out)
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def draw(workload: str, best: dict[str, tuple[float, list[dict[str, Any]]]], out: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, column, label in zip(figure.subplots(1, 2, sharey=True), (0, 3), ("steps", "CPU seconds"), strict=True):
+        for name, (lr, runs) in best.items():
+            length = min(len(r["curve"]) for r in runs)
+            mean = np.mean([np.array(r["curve"][:length]) for r in runs], axis=0)
+            axes.plot(mean[:, column], mean[:, 1], label=f"{name}, lr {lr:g}", linewidth=1.2)
+        axes.set(xlabel=label, ylabel="validation loss" if column == 0 else "", yscale="log")
+    figure.axes[1].legend(fontsize=7)
+    figure.savefig(out / f"{workload}.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    default = Path("benchmarks/records/optim_training")
+    running = commands.add_parser("run")
+    running.add_argument("--data-dir", type=Path, required=True)
+    running.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    running.add_argument("--optimizers", nargs="+", default=["adamw", "muon", "soap-published", "shampoo", "soap"])
+    running.add_argument("--lrs", nargs="+", type=float, default=[0.001, 0.003, 0.01])
+    running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    running.add_argument("--steps", type=int)
+    running.add_argument("--threads", type=int, default=1)
+    running.add_argument("--distributed-shampoo", metavar="DIR")
+    running.add_argument("--out", type=Path, default=default)
+    running.set_defaults(command=run)
+    reporting = commands.add_parser("report")
+    reporting.add_argument("--out", type=Path, default=default)
+    reporting.set_defaults(command=report)
+    args = parser.parse_args()
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()

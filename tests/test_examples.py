@@ -1,0 +1,51 @@
+"""Every script in examples/ runs as a user would run it, and prints a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What each must print besides a table of cosines.
+PRINTS = {
+    "custom_approximation": "adafactor keeps the promises of an approximation",
+    "history_adagrad": "Cosine with Adagrad's matrix",
+    "measure_digits": "wrote",
+    "measure_transformer": "label draws per sample",
+}
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES} == set(PRINTS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    for package in ("sklearn", "transformers"):
+        if package in path.read_text(encoding="utf-8") and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{path.name} needs {package}: pip install '.[all]'")
+    # One thread, so that the examples do not fight the rest of a parallel run; no network.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert PRINTS[path.stem] in done.stdout
+    cosines = [float(text) for text in re.findall(r"(?<![±\d.])[01]\.\d{4}(?!\d)", done.stdout)]
+    assert len(cosines) >= 5, done.stdout
+    assert all(0 < cosine < 1.1 for cosine in cosines), done.stdout
