@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,16 +38,25 @@ def main() -> None:
         sys.stderr.write(f"kronscope: {error}\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        sys.stderr.write("kronscope: interrupted; a run in a folder goes on with --resume.\n")
+        sys.stderr.write("kronscope: interrupted; 'kronscope paper' goes on with --resume.\n")
         raise SystemExit(130) from None
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    import kronscope
+def _print_version(asked: bool) -> None:
+    if asked:
+        import kronscope
 
-    typer.echo(kronscope.__version__)
+        typer.echo(kronscope.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 # ---------------------------------------------------------------------- demo
@@ -128,7 +137,7 @@ def _paper_command(figure: str) -> Callable[..., None]:
         workload: Annotated[
             str,
             typer.Option(
-                help="mnist2, cifar-resnet18, imagenet-convnext, cifar-vit, or an embedded digits-linear, digits-resnet, digits-vit."
+                help="mnist2, cifar-resnet18, imagenet-convnext, cifar-vit; embedded: digits-linear, digits-resnet, digits-vit."
             ),
         ] = default,
         scale: Annotated[
@@ -154,14 +163,10 @@ def _paper_command(figure: str) -> Callable[..., None]:
         population: Annotated[bool, typer.Option(help="Estimate for the population, with error bars.")] = False,
         memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
     ) -> None:
-        _paper(figure, _PaperArguments(**locals_without(locals(), "figure")))
+        asked = locals()
+        _paper(figure, _PaperArguments(**{field.name: asked[field.name] for field in fields(_PaperArguments)}))
 
     return command
-
-
-def locals_without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The arguments of a command by name."""
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def _paper(figure: str, asked: _PaperArguments) -> None:
@@ -207,12 +212,16 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
     _say_where(console, [target / "results.json", *written])
 
 
-for _name in ("figure1", "figure2", "figure3", "figure4", "figure5", "figures", "all"):
-    from kronscope.paper import plans as _plans
-
-    paper_app.command(_name, help=f"{_plans.get(_name).title[0].upper()}{_plans.get(_name).title[1:]}.")(
-        _paper_command(_name)
-    )
+for _name, _help in (
+    ("figure1", "Shampoo² is close to the optimal Kronecker product, Shampoo is not."),
+    ("figure2", "Why one round of power iteration from the identity is enough."),
+    ("figure3", "Real labels, batches of 1 and 256."),
+    ("figure4", "Figure 1 with K-FAC."),
+    ("figure5", "Three layers of a ViT."),
+    ("figures", "Figures 1 to 4 from one training run."),
+    ("all", "Figures 1 to 4, every approximation, exponent and batch-size sweeps."),
+):
+    paper_app.command(_name, help=_help)(_paper_command(_name))
 
 
 def _conducted(
@@ -267,9 +276,7 @@ def measure(
     model: Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")],
     data: Annotated[
         str,
-        typer.Option(
-            help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file with inputs and targets."
-        ),
+        typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
     ],
     loss: Annotated[str, typer.Option(help="cross-entropy, mse or bce.")] = "cross-entropy",
     checkpoint: Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")] = None,
@@ -286,7 +293,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Seed of drawn labels and probes.")] = 0,
     step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
     memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results, picture and report.")] = Path("runs/measure"),
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured.")] = False,
 ) -> None:
     """Measure a model of yours."""
@@ -297,7 +304,7 @@ def measure(
     from kronscope.targets import load_data, load_loss, load_model
 
     console = Console()
-    names = approx.names() if approximation == ["all"] else tuple(approximation or DEFAULT_APPROXIMATIONS)
+    names = approx.names() if "all" in (approximation or ()) else tuple(approximation or DEFAULT_APPROXIMATIONS)
     asked = {
         "model": model,
         "data": data,
@@ -317,30 +324,32 @@ def measure(
     }
     network = load_model(model, checkpoint)
     batches = load_data(data)
-    results = run_measure(
-        network,
-        load_loss(loss),
-        batches,
-        layers=layer,
-        truth=truth,
-        labels=labels,
-        batch_size=batch_size,
-        approximations=names,
-        max_samples=max_samples,
-        seed=seed,
-        step=step,
-        progress=console.is_terminal,
-        draws=draws,
-        population=population,
-        estimator=estimator,
-        memory_budget=memory_budget,
-        details=tuple(detail or ()),
-        verbose=verbose,
-    )
-    with Run.create(out, asked) as run:
+    target = _unused(Path("runs/measure")) if out is None else out
+    # the folder is taken before the work, so that nothing is measured that cannot be kept
+    with Run.create(target, asked) as run:
+        results = run_measure(
+            network,
+            load_loss(loss),
+            batches,
+            layers=layer,
+            truth=truth,
+            labels=labels,
+            batch_size=batch_size,
+            approximations=names,
+            max_samples=max_samples,
+            seed=seed,
+            step=step,
+            progress=console.is_terminal,
+            draws=draws,
+            population=population,
+            estimator=estimator,
+            memory_budget=memory_budget,
+            details=tuple(detail or ()),
+            verbose=verbose,
+        )
         written = [results.save(run.results_path)]
-        written += [figures.save(figures.cosines(results), out / f"figure{suffix}") for suffix in (".png", ".pdf")]
-        written.append(results.report(out / "report.html"))
+        written += [figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")]
+        written.append(results.report(target / "report.html"))
         run.finish()
     console.print(results)
     _say_where(console, written)
@@ -360,7 +369,9 @@ def report(
 
     files = [path / "results.json" if path.is_dir() else path for path in run]
     loaded = [Results.load(path) for path in files]
-    several = {path.parent.name or str(path): results for path, results in zip(files, loaded, strict=True)}
+    short = [path.parent.name or str(path) for path in files]
+    names = short if len(set(short)) == len(short) else [str(path) for path in files]
+    several = dict(zip(names, loaded, strict=True))
     target = out or files[0].parent / "report.html"
     write_report(loaded[0] if len(loaded) == 1 else several, target, title=title)
     _say_where(Console(), [target])

@@ -14,7 +14,7 @@ from kronscope.approx.kfac import EigenvalueCorrectedKfac, KfacExpand, KfacReduc
 from kronscope.approx.eigenbasis import Caspr, Soap  # isort: skip
 from kronscope.approx.kl import KlOptimal  # isort: skip
 from kronscope.approx.simple import DiagonalFit, IdentityFit, OneSided  # isort: skip
-from kronscope.approx.registry import Approximation, all_approximations, get, names, register
+from kronscope.approx.registry import Approximation, all_approximations, get, names, register, several
 from kronscope.approx.svd import SingularTriples, singular_triples
 
 __all__ = [
@@ -40,5 +40,6 @@ __all__ = [
     "get",
     "names",
     "register",
+    "several",
     "singular_triples",
 ]

@@ -98,8 +98,8 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
         for atoms in stream:
             if not isinstance(atoms, FactoredAtoms):
                 raise NotFactoredError(
-                    "K-FAC needs the layer's inputs and output gradients, but only whole gradients are there; use a "
-                    "linear, convolution or embedding layer, or GradientStream.from_factors."
+                    "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
+                    "layer that is captured whole, or a training run's batch gradients)."
                 )
             left = left.to(atoms.weights.device) + _side(atoms.row_factors, atoms.weights, reduce)
             right = right.to(atoms.weights.device) + _side(atoms.col_factors, atoms.weights, reduce)

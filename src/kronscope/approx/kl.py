@@ -30,8 +30,8 @@ class KlOptimal:
     .. math:: L = \tfrac1n \sum w\, G R^{-1} G^\top, \qquad R = \tfrac1m \sum w\, G^\top L^{-1} G ,
 
     taken on the ranges of L and R (n and m are then their ranks) and normalised every round. With too few gradients
-    there is no fixed point; that is an error, not an answer. With hardly enough there can be many; the answer is the one
-    that the flip-flop reaches from Shampoo's R.
+    there is no fixed point; that is an error, not an answer. With hardly enough there can be many; the answer is the
+    one that the flip-flop reaches from Shampoo's R.
 
     Attributes:
         tolerance: Relative change of the normalised factors at which to stop.

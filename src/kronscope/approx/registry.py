@@ -6,6 +6,7 @@ The command line, the docs' table, legends and the conformance tests follow from
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ from kronscope.errors import OptionError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 
-__all__ = ["Approximation", "all_approximations", "get", "names", "register"]
+__all__ = ["Approximation", "all_approximations", "get", "names", "register", "several"]
 
 
 class Approximation(Protocol):
@@ -96,6 +97,22 @@ def _set_flags(cls: type[Any]) -> None:
     for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
         if not hasattr(cls, flag):
             setattr(cls, flag, default)
+
+
+def several(approximations: Sequence[str | Approximation] | str | Approximation) -> tuple[Approximation, ...]:
+    """Return approximations by name or object, each name once, so that results can tell them apart.
+
+    Raises:
+        OptionError: none is given, or two have one name.
+    """
+    given = approximations if isinstance(approximations, Sequence) else (approximations,)
+    found = tuple(get(item) for item in ((given,) if isinstance(given, str) else given))
+    if not found:
+        raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
+    names_given = [item.name for item in found]
+    if twice := sorted({name for name in names_given if names_given.count(name) > 1}):
+        raise OptionError(f"the approximation {twice[0]!r} is given twice; measure the two in separate calls.")
+    return found
 
 
 def all_approximations() -> tuple[Approximation, ...]:

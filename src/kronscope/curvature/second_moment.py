@@ -255,7 +255,8 @@ class SecondMoment:
         """
 
         def compute() -> tuple[Tensor, Tensor, Tensor] | None:
-            if self.stream.num_samples > _MAX_KERNEL_SAMPLES or not self.stream.in_memory:
+            count = self.stream.num_samples
+            if count > _MAX_KERNEL_SAMPLES or 16 * count * count > self.stream.keep_bytes or not self.stream.in_memory:
                 return None
             chunks = list(self.stream)
             plain = all(

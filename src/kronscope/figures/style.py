@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kronscope import approx
+
 __all__ = [
     "LABELS",
     "TRUTHS",
@@ -41,6 +43,8 @@ class Style:
 # apart under the common kinds of colour blindness. Relatives share a hue and differ in dashes and marker.
 _STYLES = {
     "optimal": Style("Optimal Kronecker", "#2b2b2b", "#e8e8e8", "o", width=2.4),
+    "optimal-paper": Style("Power iteration (paper)", "#2b2b2b", "#e8e8e8", "x", (4, 2)),
+    "kronecker-sum": Style("Kronecker sum", "#6b6b6b", "#bdbdbd", "o", (2, 1)),
     "shampoo2": Style("Shampoo²", "#0072b2", "#4aa8e0", "s"),
     "shampoo": Style("Shampoo", "#d55e00", "#ff8a3d", "^"),
     "kfac-reduce": Style("K-FAC (reduce)", "#009e73", "#2fc79b", "D"),
@@ -74,7 +78,9 @@ def display_name(approximation: str) -> str:
     >>> display_name("shampoo2"), display_name("my-own")
     ('Shampoo²', 'my-own')
     """
-    return _STYLES[approximation].name if approximation in _STYLES else approximation
+    if approximation in _STYLES:
+        return _STYLES[approximation].name
+    return str(approx.get(approximation).title) if approximation in approx.names() else approximation
 
 
 def in_order(approximations: Iterable[str]) -> list[str]:
@@ -103,7 +109,7 @@ def styles(approximations: Iterable[str]) -> dict[str, Style]:
         place = unknown.index(name)
         color, dark = _FALLBACK[place % len(_FALLBACK)]
         marker = _FALLBACK_MARKERS[(place + place // len(_FALLBACK)) % len(_FALLBACK_MARKERS)]
-        looks[name] = Style(name, color, dark, marker, (4, 1.5))
+        looks[name] = Style(display_name(name), color, dark, marker, (4, 1.5))
     return looks
 
 

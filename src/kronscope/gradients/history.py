@@ -303,7 +303,7 @@ class GradientHistory:
             keep = [index for index, step in enumerate(store.steps) if (step - 1) % self.every == 0]
             store.rewrite(keep, store.dtypes, self.every)
             warnings.warn(
-                f"the gradient history reached its space: every {self.every}-th step is kept from now on, and "
+                f"the gradient history reached its space: one step in {self.every} is kept from now on, and "
                 "measurements will have error bars.",
                 stacklevel=2,
             )

@@ -166,7 +166,7 @@ class CrossEntropy:
         if shape != wanted:
             advice = "dimension 1 of the outputs must be the classes"
             if outputs.dim() == 3 and shape == tuple(outputs.shape[:2]):
-                advice = "put the classes second, e.g. forward=lambda model, x: model(x).transpose(1, 2)"
+                advice = "put the classes second, e.g. forward=lambda model, x: model(**x).logits.transpose(1, 2)"
             raise LabelError(
                 f"Outputs of shape {tuple(outputs.shape)} need class indices of shape {wanted}, got {shape}; {advice}."
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronscope.approx import Approximation, Optimal, OptimalFit, get, singular_triples
+from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.curvature.pairs import pair_squares
 from kronscope.errors import DataError, OptionError
@@ -63,16 +63,13 @@ def measure_history(
     """
     if not history.total_steps or not len(history):
         raise DataError("the gradient history is empty: take optimizer steps between attach and measure_history.")
+    details = (details,) if isinstance(details, str) else details
     if unknown := set(details) - set(_DETAILS):
         raise OptionError(f"details of a history may be {_DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
     steps = sorted({history.total_steps} if at is None else {at} if isinstance(at, int) else set(at))
     if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
         raise OptionError(f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}.")
-    if isinstance(approximations, str):
-        approximations = (approximations,)
-    chosen = [get(approximation) for approximation in approximations]
-    if not chosen:
-        raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
+    chosen = several(approximations)
     names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     for name in names:
         history.shape(name)  # raises for a layer that is not recorded, before any work

@@ -45,6 +45,8 @@ class LayerStreams:
         resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` or ``"drawn fit"``.
         note: What every row of the layer has to say, such as that the truth was drawn.
         whole_square: For a thinned history, see :class:`Resampler`.
+        own_labels: Whether the fit stands for the expectation over the model's own labels, also where that was drawn:
+            the batch size then means nothing.
     """
 
     truth: GradientStream
@@ -52,6 +54,7 @@ class LayerStreams:
     resample: str | None = None
     note: str = ""
     whole_square: float = 0.0
+    own_labels: bool = False
 
 
 def layer_rows(
@@ -76,7 +79,8 @@ def layer_rows(
     truth = SecondMoment(streams.truth)
 
     def batches_of(stream: GradientStream) -> GradientStream:
-        return batch_stream(stream, condition.batch_size, replacement=replacement, labels=condition.labels)
+        labels = "exact" if streams.own_labels else condition.labels
+        return batch_stream(stream, condition.batch_size, replacement=replacement, labels=labels)
 
     batched = batches_of(streams.fitted)
     if sum(approximation.name in _IN_SHAMPOO_BASIS for approximation in approximations) > 1:

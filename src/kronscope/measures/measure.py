@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kronscope.approx import Approximation, get
+from kronscope.approx import Approximation, get, several
 from kronscope.errors import MemoryBudgetError, OptionError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
@@ -34,6 +34,7 @@ _LABELS = ("exact", "sampled", "real")
 # Above this many columns and multiply-adds, exact labels give way to draws.
 _MANY_COLUMNS = 100
 _MANY_OPERATIONS = 1e11
+_MANY_PAIRS = 2e13
 _PILOT_DRAWS, _MOST_DRAWS = 8, 128
 
 
@@ -135,16 +136,13 @@ def measure(
         raise OptionError(f"max_samples must be 1 or more, got {max_samples}.")
     if population and probes is not None:
         raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
+    details = (details,) if isinstance(details, str) else details
     if unknown := set(details) - set(DETAILS):
         raise OptionError(f"details may be {DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
     if not accuracy > 0:
         raise OptionError(f"accuracy must be positive, got {accuracy}.")
-    if isinstance(approximations, str):
-        approximations = (approximations,)
-    if not approximations:
-        raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
     work = _Work(
-        approximations=tuple(get(approximation) for approximation in approximations),
+        approximations=several(approximations),
         truth=truth,
         labels=labels,
         batch_size=batch_size,
@@ -237,24 +235,25 @@ class _Work:
                 continue
             m, n = spec.shape
             text = (
-                f"layer {spec.name!r} ({m} x {n}) needs {_mib(needed)} for its factors, the memory budget is "
-                f"{_mib(self.budget)}; raise memory_budget, or measure a range of its rows such as '{spec.name}[0:512]'"
+                f"layer {spec.name!r} ({m} x {n}) needs {_size(needed)} for its factors, the memory budget is "
+                f"{_size(self.budget)}; raise memory_budget"
             )
+            if m > n:
+                text += f", or measure a range of its rows such as '{spec.name}[0:{max(1, m // 4)}]'"
             if by_name:
                 raise MemoryBudgetError(f"{text}.")
             warnings.warn(f"skipped: {text}.", stacklevel=3)
             self.notes.append(f"skipped: {text}")
         if not kept:
-            raise MemoryBudgetError(f"no layer fits the memory budget of {_mib(self.budget)}; raise memory_budget.")
+            raise MemoryBudgetError(f"no layer fits the memory budget of {_size(self.budget)}; raise memory_budget.")
         return kept
 
     def begin(self, recorder: Recorder, parameters: int, was_training: bool) -> None:
         """Decide how the truth is computed and write down what was asked."""
         columns = recorder.exact_columns
-        if self.truth == "gauss_newton":
-            costly = columns > _MANY_COLUMNS and columns * recorder.num_samples * parameters > _MANY_OPERATIONS
-            if costly if self.max_columns is None else columns > self.max_columns:
-                self.truth_draws = _PILOT_DRAWS
+        many = self._costly(recorder, parameters) if self.max_columns is None else columns > self.max_columns
+        if self.truth == "gauss_newton" and many:
+            self.truth_draws = _PILOT_DRAWS
         mode = "eval mode"
         mode += (
             " (the model came in training mode; dropout and batch statistics are off, modes are restored)"
@@ -274,7 +273,7 @@ class _Work:
             "measured in": mode,
             "batches drawn": "with replacement" if self.replacement else "without replacement",
             "exact columns per sample": columns,
-            "memory budget": _mib(self.budget),
+            "memory budget": _size(self.budget),
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
@@ -282,6 +281,14 @@ class _Work:
             text = f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"
             warnings.warn(f"{text}.", stacklevel=3)
             self.notes.append(text)
+
+    def _costly(self, recorder: Recorder, parameters: int) -> bool:
+        """Whether exact labels cost so much that draws are the better answer."""
+        columns, samples = recorder.exact_columns, recorder.num_samples
+        if columns <= _MANY_COLUMNS:
+            return False
+        largest = max(spec.shape[0] * spec.shape[1] for spec in recorder.specs)
+        return columns * samples * parameters > _MANY_OPERATIONS or (columns * samples) ** 2 * largest > _MANY_PAIRS
 
     @property
     def fit_labels(self) -> str:
@@ -345,7 +352,8 @@ class _Work:
         keep = self.budget // (4 * len(names))
         for stream in (*truths.values(), *fits.values()):
             stream.keep_bytes = keep
-        return {name: LayerStreams(truths[name], fits[name], resample, note) for name in names}
+        own_labels = drawn and self.labels in (None, "exact")
+        return {name: LayerStreams(truths[name], fits[name], resample, note, own_labels=own_labels) for name in names}
 
     def _measure_group(self, recorder: Recorder, bar: Bar, names: list[str], cache: bool) -> None:
         streams = self._streams(recorder, bar, names, cache)
@@ -396,5 +404,8 @@ class _Work:
         return Results(self.rows, self.curves, {**self.settings, **notes}, self.partial)
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
+def _size(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} bytes"

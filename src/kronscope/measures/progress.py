@@ -18,15 +18,16 @@ class Bar:
     """
 
     def __init__(self, shown: bool) -> None:
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
-            disable=not shown,
+            disable=not (shown and console.is_terminal),
         )
         self._task = self._progress.add_task("", total=None)
 

@@ -149,7 +149,8 @@ class Results:
         if one part is.
 
         Raises:
-            ResultsError: A layer has another shape in one of them: they are of different models.
+            ResultsError: A layer has another shape in one of them: they are of different models. Or two measured the
+                same thing as different questions: exactly and for the population, say.
         """
         parts = (self, *others)
         shapes: dict[str, tuple[int, int]] = {}
@@ -160,6 +161,7 @@ class Results:
                     f"Results of one model are expected, but layer {row.layer!r} is {first} in one and {second} "
                     "in another; keep results of different models apart, for example in a dictionary."
                 )
+        _check_questions(parts)
         rows = {row.key: row for part in parts for row in part.rows}
         details = {item.key: item for part in parts for item in part.details}
         settings = _merged_settings([part.settings for part in parts])
@@ -267,6 +269,26 @@ def _matcher(name: str, asked: object, present: set[Any]) -> Callable[[object], 
     return lambda value: value in wanted
 
 
+_QUESTIONS = ("population", "estimator", "weights")
+
+
+def _check_questions(parts: Sequence[Results]) -> None:
+    """Rows that answer different questions must not replace each other."""
+    asked: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part in parts:
+        question = {name: part.settings.get(name) for name in _QUESTIONS if name in part.settings}
+        for row in part.rows:
+            before = asked.setdefault(row.key, question)
+            different = [name for name in question if name in before and before[name] != question[name]]
+            if different:
+                name = different[0]
+                raise ResultsError(
+                    f"Both results have layer {row.layer!r}, step {row.step}, approximation {row.approximation!r}, but "
+                    f"one with {name}={before[name]!r} and one with {name}={question[name]!r}; keep them apart, for "
+                    "example in a dictionary."
+                )
+
+
 def _merged_settings(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for settings in all_settings:
@@ -285,8 +307,9 @@ def _question(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
     counts = sorted({row.samples for row in measured})
     if not counts:
         return "Nothing was measured."
+    unit = "recorded gradient" if all(row.truth == "adagrad" for row in rows) else "sample"
     many = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-    samples = f"{many} sample{'' if counts == [1] else 's'}"
+    samples = f"{many} {unit}{'' if counts == [1] else 's'}"
     estimated = any(math.isfinite(row.stderr) for row in rows)
     bars = "; ± is one standard error" if estimated else ""
     if settings.get("estimator") == "probes":
