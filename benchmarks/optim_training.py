@@ -249,6 +249,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], Any]] = {
     "kl-shampoo": lambda model, lr: KLShampoo(named(model), lr),
     # what the defaults were chosen from
     "trace-d4-b1": shampoo(scale=Trace(bound=1.0), damping=1e-4, refresh=Warmup(30, 10)),
+    "trace-d4-b03": shampoo(scale=Trace(bound=0.3), damping=1e-4, refresh=Warmup(30, 10)),
     "trace-d3-b1": shampoo(scale=Trace(bound=1.0), damping=1e-3, refresh=Warmup(30, 10)),
     "trace-d4-every10": shampoo(scale=Trace(bound=1.0), damping=1e-4, refresh=10),
     "trace-d4-unbounded": shampoo(scale=Trace(), damping=1e-4, refresh=Warmup(30, 10)),
@@ -259,6 +260,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], Any]] = {
     "norm-half": shampoo(scale=Norm(0.2), exponent=-0.5, damping=1e-4, refresh=10),
     "rms-half": shampoo(scale=Graft("rmsprop"), exponent=-0.5, damping=1e-4, refresh=10),
     "soap-every1": lambda model, lr: SOAP(named(model), lr, refresh=1),
+    "kl-trace-b1": lambda model, lr: KLShampoo(named(model), lr, scale=Trace(bound=1.0)),
     "kl-all": lambda model, lr: KLShampoo(model.parameters(), lr),
     "shampoo-all": lambda model, lr: Shampoo(model.parameters(), lr),
     "soap-all": lambda model, lr: SOAP(model.parameters(), lr),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -30,6 +31,9 @@ paper_app = typer.Typer(
 app.add_typer(paper_app, name="paper")
 
 
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """Run the command line; errors meant for people end it with one line and exit code 2."""
     try:
@@ -37,9 +41,11 @@ def main() -> None:
     except KronscopeError as error:
         sys.stderr.write(f"kronscope: {error}\n")
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("kronscope: interrupted; 'kronscope paper' goes on with --resume.\n")
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        # typer turns Ctrl-C into this
+        if end.code == _INTERRUPTED:
+            sys.stderr.write("kronscope: interrupted; 'kronscope paper' goes on with --resume.\n")
+        raise
 
 
 def _print_version(asked: bool) -> None:
@@ -137,7 +143,8 @@ def _paper_command(figure: str) -> Callable[..., None]:
         workload: Annotated[
             str,
             typer.Option(
-                help="mnist2, cifar-resnet18, imagenet-convnext, cifar-vit; embedded: digits-linear, digits-resnet, digits-vit."
+                help="mnist2, cifar-resnet18, imagenet-convnext, cifar-vit; embedded: "
+                "digits-linear, digits-resnet, digits-vit."
             ),
         ] = default,
         scale: Annotated[
@@ -325,32 +332,42 @@ def measure(
     network = load_model(model, checkpoint)
     batches = load_data(data)
     target = _unused(Path("runs/measure")) if out is None else out
-    # the folder is taken before the work, so that nothing is measured that cannot be kept
-    with Run.create(target, asked) as run:
-        results = run_measure(
-            network,
-            load_loss(loss),
-            batches,
-            layers=layer,
-            truth=truth,
-            labels=labels,
-            batch_size=batch_size,
-            approximations=names,
-            max_samples=max_samples,
-            seed=seed,
-            step=step,
-            progress=console.is_terminal,
-            draws=draws,
-            population=population,
-            estimator=estimator,
-            memory_budget=memory_budget,
-            details=tuple(detail or ()),
-            verbose=verbose,
-        )
-        written = [results.save(run.results_path)]
-        written += [figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")]
-        written.append(results.report(target / "report.html"))
-        run.finish()
+    criterion, fresh = load_loss(loss), not target.exists()
+    try:
+        # the folder is taken before the work, so that nothing is measured that cannot be kept
+        with Run.create(target, asked) as run:
+            results = run_measure(
+                network,
+                criterion,
+                batches,
+                layers=layer,
+                truth=truth,
+                labels=labels,
+                batch_size=batch_size,
+                approximations=names,
+                max_samples=max_samples,
+                seed=seed,
+                step=step,
+                progress=console.is_terminal,
+                draws=draws,
+                population=population,
+                estimator=estimator,
+                memory_budget=memory_budget,
+                details=tuple(detail or ()),
+                verbose=verbose,
+            )
+            if not results.rows:
+                raise KeyboardInterrupt
+            written = [results.save(run.results_path)]
+            written += [
+                figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")
+            ]
+            written.append(results.report(target / "report.html"))
+            run.finish()
+    except BaseException:
+        if fresh and not (target / "results.json").exists():
+            shutil.rmtree(target, ignore_errors=True)  # so that the same command can be given again
+        raise
     console.print(results)
     _say_where(console, written)
 

@@ -38,6 +38,13 @@ class Problem:
     loss: nn.Module
     inputs: Tensor
     targets: Tensor
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made once: Jacobians one by one are slow."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
 
     def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.inputs.split(size), self.targets.split(size), strict=True))
@@ -96,8 +103,8 @@ def dense_cosines(problem: Problem, layer: Layer, setting: Setting, names: Itera
     arguments = (problem.model, problem.loss, problem.inputs)
     where: dict[str, Any] = {"parameters": layer.parameters, "rows": layer.rows}
     make = testing.oracle.gauss_newton if setting.truth == "gauss_newton" else testing.oracle.empirical_fisher
-    truth = make(*arguments, problem.targets, **where)
-    single, batched = _fitted(problem, setting, where)
+    truth = problem.once((setting.truth, layer.name), lambda: make(*arguments, problem.targets, **where))
+    single, batched = _fitted(problem, layer, setting, where)
     shape = _shape(problem.model, layer)
     found = {}
     for name in names:
@@ -109,14 +116,18 @@ def dense_cosines(problem: Problem, layer: Layer, setting: Setting, names: Itera
     return found
 
 
-def _fitted(problem: Problem, setting: Setting, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _fitted(problem: Problem, layer: Layer, setting: Setting, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The second moment of what is fitted on, of single samples and of batches."""
     arguments = (problem.model, problem.loss, problem.inputs)
     if setting.fitted == "exact":
-        H = oracle.gauss_newton(*arguments, problem.targets, **where)
+        H = problem.once(
+            ("gauss_newton", layer.name), lambda: oracle.gauss_newton(*arguments, problem.targets, **where)
+        )
         return H, H
     if setting.fitted == "real":
-        atoms = oracle.empirical_fisher_atoms(*arguments, problem.targets, **where)
+        atoms = problem.once(
+            ("atoms", layer.name), lambda: oracle.empirical_fisher_atoms(*arguments, problem.targets, **where)
+        )
     else:
         atoms = oracle.fisher_of_draws_atoms(*arguments, drawn_labels(problem, setting), **where)
     single, count, size = atoms.matrix(), len(problem.targets), setting.batch_size
@@ -157,10 +168,13 @@ def _kfac_factors(problem: Problem, layer: Layer, setting: Setting, *, reduce: b
     sizes = [_shape(problem.model, Layer("", (name,))) for name in layer.parameters]
     height = sum(rows for rows, _ in sizes)
     moments = [torch.zeros(size, size, dtype=torch.float64) for size in (height, sizes[0][1])]
-    for labels in targets:
+    exact = setting.fitted == "exact"
+    for draw, labels in enumerate(targets):
+        arguments = (problem.model, problem.loss, problem.inputs, labels)
         uses = [
-            oracle.layer_factors(
-                problem.model, problem.loss, problem.inputs, labels, module, real=not _is_exact(setting)
+            problem.once(
+                (module, setting.fitted, draw, setting.seed if drawn else 0),
+                lambda given=arguments, module=module: oracle.layer_factors(*given, module, real=not exact),  # type: ignore[misc]
             )
             for module in layer.modules
         ]
@@ -176,10 +190,6 @@ def _kfac_factors(problem: Problem, layer: Layer, setting: Setting, *, reduce: b
             for side, moment in enumerate(moments):
                 moment += _moment([part[side] for part in parts], reduce)
     return moments[0][layer.rows, layer.rows], moments[1]
-
-
-def _is_exact(setting: Setting) -> bool:
-    return setting.fitted == "exact"
 
 
 def _moment(parts: list[Tensor], reduce: bool) -> Tensor:

@@ -24,7 +24,7 @@ def _mlp() -> tuple[nn.Module, Tensor]:
 
 
 def _sequence() -> tuple[nn.Module, Tensor]:
-    return zoo.SequenceLinear(), zoo.images(7, 3, 5)
+    return zoo.SequenceLinear(), zoo.images(6, 3, 5)
 
 
 def _convolution() -> tuple[nn.Module, Tensor]:
@@ -35,7 +35,7 @@ def _convolution() -> tuple[nn.Module, Tensor]:
         nn.Flatten(),
         nn.Linear(8, 3),
     )
-    return model, zoo.images(7, 2, 7, 5)
+    return model, zoo.images(5, 2, 7, 5)
 
 
 def _tied() -> tuple[nn.Module, Tensor]:
@@ -43,7 +43,7 @@ def _tied() -> tuple[nn.Module, Tensor]:
 
 
 def _transformer() -> tuple[nn.Module, Tensor]:
-    return zoo.Transformer(), zoo.images(7, 3, 5)
+    return zoo.Transformer(), zoo.images(5, 3, 5)
 
 
 class _Residual(nn.Module):
@@ -141,7 +141,7 @@ def _problem(name: str, loss: str) -> Problem:
     return Problem(model, make(), inputs, classes_for(make, bare.outputs()))
 
 
-_FEW = ("exact", "real, B=4", "sampled, B=3, three draws", "empirical, fitted on exact")
+_FEW = ("exact", "real, B=4", "sampled, B=3, three draws")
 
 
 def _arbitrary(layer: Layer, setting: Setting) -> tuple[str, ...]:
@@ -162,15 +162,16 @@ def _cases() -> Iterator[tuple[str, str, str]]:
                 yield model, loss, setting
 
 
-def _names(setting: Setting) -> list[str]:
+def _names(model: str, setting: Setting) -> list[str]:
     # with few gradients the KL-optimal factors do not exist, or the flip-flop creeps towards them
-    return [name for name in NAMES if name != "kl" or setting.fitted == "exact"]
+    known = setting.fitted == "exact" and model != "transformer"
+    return [name for name in NAMES if name != "kl" or known]
 
 
 @pytest.mark.parametrize(("model", "loss", "asked"), list(_cases()))
 def test_every_cosine_is_the_dense_one(model: str, loss: str, asked: str) -> None:
     problem, layers, setting = _problem(model, loss), MODELS[model][1], SETTINGS[asked]
-    names = _names(setting)
+    names = _names(model, setting)
     results = ks.measure(
         problem.model,
         problem.loss,

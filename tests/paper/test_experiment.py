@@ -1,0 +1,185 @@
+"""One experiment: what it measures, and that a run killed at any moment ends with the same results."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kronscope as ks
+from kronscope.errors import RunError
+from kronscope.paper import Run, plans, scaled
+from kronscope.paper.data import Dataset
+from kronscope.paper.experiment import Options, run_experiment
+from kronscope.paper.models import logits
+from kronscope.paper.scale import Settings
+
+
+def _prepared(**options: Any) -> tuple[Settings, Dataset]:
+    settings = scaled("digits-linear", **{"steps": 4, "samples": 30, "measure_at": [0, 1, 4], **options})
+    return settings, settings.load_data()
+
+
+def _run(folder: Path, figure: str = "figure1", **options: Any) -> ks.Results:
+    settings, dataset = _prepared()
+    return run_experiment(plans.get(figure), settings, dataset, folder, show_bars=False, **options)
+
+
+def test_rows_are_those_of_measuring_by_hand(tmp_path: Path) -> None:
+    results = _run(tmp_path)
+    settings, dataset = _prepared()
+    settings = settings.on(dataset)
+    model = settings.build_model(dataset)
+    loss = settings.definition.loss()
+    (spec,) = settings.definition.layer_specs(model).values()
+    data = dataset.sample(30, settings.seed)
+    by_hand = ks.measure(
+        model, loss, data, [spec], forward=logits, approximations=("optimal", "shampoo2", "shampoo"), progress=False
+    )
+    first = results.select(truth="gauss_newton", step=0)
+    assert [row.cosine for row in first] == [row.cosine for row in by_hand]
+    assert results.select(truth="gauss_newton").steps == (0, 1, 4)
+    assert results.select(truth="adagrad").steps == (1, 4)
+    history = ks.GradientHistory.open(tmp_path / "history")
+    adagrad = ks.measure_history(history, at=[1, 4], progress=False)
+    assert [row.cosine for row in results.select(truth="adagrad")] == [row.cosine for row in adagrad]
+
+
+def test_results_hold_no_times_and_say_what_was_cut(tmp_path: Path) -> None:
+    results = _run(tmp_path)
+    assert all(math.isnan(row.seconds) for row in results)
+    assert any("steps 25 -> 4" in cut for cut in results.settings["cut"])
+    assert results.settings["environment"]["torch"] == str(torch.__version__)
+    assert results == ks.Results.load(tmp_path / "results.json")
+
+
+def test_the_same_run_twice_gives_the_same_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _run(tmp_path / name, "figure3")
+    assert (tmp_path / "a" / "results.json").read_bytes() == (tmp_path / "b" / "results.json").read_bytes()
+
+
+def test_a_finished_run_is_read_not_run_again(tmp_path: Path) -> None:
+    first = _run(tmp_path)
+    measured: list[int | None] = []
+    assert _run(tmp_path, resume=True, measuring=measured.append) == first
+    assert measured == []
+    with pytest.raises(RunError, match="--resume"):
+        _run(tmp_path)
+    with pytest.raises(RunError, match=r"figure is 'figure1' there, 'figure2' was asked"):
+        _run(tmp_path, "figure2", resume=True)
+
+
+def test_probes_are_kept_beside_the_exact_values(tmp_path: Path) -> None:
+    exact = _run(tmp_path, options=Options(probes=200)).select(truth="gauss_newton")
+    probes = ks.Results.load(tmp_path / "probes.json")
+    assert probes.settings["estimator"] == "probes"
+    for one, other in zip(exact, probes, strict=True):
+        assert one.key == other.key
+        assert other.stderr > 0 or one.cosine == pytest.approx(1.0)
+        assert other.cosine == pytest.approx(one.cosine, abs=6 * other.stderr + 1e-6)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_interruption_while_measuring_goes_on_with_the_same_numbers(tmp_path: Path, at: int) -> None:
+    undisturbed = _run(tmp_path / "a", "figure2")
+
+    def press(step: int | None) -> None:
+        if step == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path / "b", "figure2", measuring=press)
+    assert not Run.open(tmp_path / "b").done
+    assert _run(tmp_path / "b", "figure2", resume=True) == undisturbed
+    assert (tmp_path / "a" / "results.json").read_bytes() == (tmp_path / "b" / "results.json").read_bytes()
+
+
+def test_a_measurement_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*arguments: Any, **options: Any) -> ks.Results:
+        results = ks.measure(*arguments, **options)
+        return ks.Results(results.rows[:1], (), results.settings, partial=True)
+
+    monkeypatch.setattr("kronscope.paper.experiment.measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path / "b")
+    assert Run.open(tmp_path / "b").stored("gauss_newton-0-0") is None
+    monkeypatch.undo()
+    assert _run(tmp_path / "b", resume=True) == _run(tmp_path / "a")
+
+
+# ---------------------------------------------------------------------- kills
+
+
+class _Killer:
+    """Starts experiments in children of ``killable_experiment.py`` and kills them."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("killable_experiment.py")
+        # One thread: forking is safe only in a process that has no others.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._line() == "ready"
+
+    def run(self, folder: Path, *, kill_after: float | None = None) -> int:
+        assert self.process.stdin is not None
+        print(folder, file=self.process.stdin, flush=True)
+        child = int(self._line())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        return int(self._line())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def killer() -> Iterator[_Killer]:
+    process = _Killer()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills processes")
+@pytest.mark.parametrize("wanted", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_ends_with_the_same_results(
+    tmp_path: Path, killer: _Killer, wanted: int
+) -> None:
+    began = time.monotonic()
+    assert killer.run(tmp_path / "undisturbed") == 0
+    duration = time.monotonic() - began
+    moments, kills = random.Random(wanted), 0
+    while kills < wanted and not (tmp_path / "killed" / "done.json").exists():
+        # some early enough to hit the making of the folder; each kill costs little of what was done
+        kills += killer.run(tmp_path / "killed", kill_after=moments.uniform(0, duration / 6)) == -signal.SIGKILL
+    # on a machine that was busy only at first the run may end before the last kills
+    assert kills > wanted / 2
+    assert killer.run(tmp_path / "killed") == 0
+    for name in ("results.json", "probes.json", "metrics.jsonl", "config.json"):
+        ours, theirs = ((tmp_path / folder / name).read_bytes() for folder in ("killed", "undisturbed"))
+        assert ours == theirs, name

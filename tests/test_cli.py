@@ -1,0 +1,300 @@
+"""The command line: what each command leaves in its folder, and that mistakes end in one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import kronscope as ks
+from kronscope import cli
+
+_MODULE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+inputs, targets = torch.randn(10, 4), torch.randint(0, 2, (10,))
+batches = [(inputs[:6], targets[:6]), (inputs[6:], targets[6:])]
+number = 3
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+def data():
+    return batches
+
+def empty():
+    return []
+
+def pressed():
+    class Pressed:
+        def __iter__(self):
+            raise KeyboardInterrupt
+    return Pressed()
+"""
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def kronscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """The command, run in this process in a folder of its own that holds a module ``mine``."""
+    (tmp_path / "mine.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["kronscope", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        return Ended(code or 0, printed.out, printed.err)
+
+    yield run
+    sys.modules.pop("mine", None)
+
+
+def _assert_refused(ended: Ended, *words: str) -> None:
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    line = ended.err.strip()
+    assert line.startswith("kronscope: ")
+    assert "\n" not in line
+    for word in words:
+        assert word in line
+
+
+# ---------------------------------------------------------------------- measure
+
+
+def test_measure_leaves_results_picture_and_report(kronscope: Command, tmp_path: Path) -> None:
+    ended = kronscope("measure", "mine:build", "--data", "mine:data", "--out", "out", "--step", 5)
+    assert ended.code == 0, ended.err
+    for name in ("results.json", "figure.png", "figure.pdf", "report.html", "config.json", "environment.json"):
+        assert (tmp_path / "out" / name).stat().st_size > 0, name
+        assert name in ended.out or name in ("config.json", "environment.json")
+    results = ks.Results.load(tmp_path / "out" / "results.json")
+    import mine  # type: ignore[import-not-found]
+
+    expected = ks.measure(mine.build(), torch.nn.CrossEntropyLoss(), mine.batches, step=5, progress=False)
+    assert [row.cosine for row in results] == [row.cosine for row in expected]
+    assert {row.step for row in results} == {5}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model"] == "mine:build"
+    assert "shampoo2" in ended.out
+    assert "0.weight" in ended.out
+
+
+def test_measure_honours_its_options(kronscope: Command, tmp_path: Path) -> None:
+    torch.save({"model": {k: torch.zeros_like(v) for k, v in _weights().items()}}, tmp_path / "zeros.pt")
+    ended = kronscope(
+        *(
+            "measure",
+            "mine:network",
+            "--data",
+            "mine:batches",
+            "--out",
+            "out",
+            "--layer",
+            "2.weight",
+            "--labels",
+            "real",
+        ),
+        *("--batch-size", 4, "--approximation", "shampoo2", "--approximation", "diagonal", "--max-samples", 7),
+        *("--detail", "exponents", "--checkpoint", "zeros.pt", "--truth", "gauss_newton", "--memory-budget", "1GiB"),
+    )
+    assert ended.code == 0, ended.err
+    results = ks.Results.load(tmp_path / "out" / "results.json")
+    assert {(row.layer, row.labels, row.batch_size, row.samples) for row in results} == {("2.weight", "real", 4, 7)}
+    assert results.approximations == ("shampoo2", "diagonal")
+    assert [detail.kind for detail in results.details] == ["exponents"]
+    # the checkpoint's weights were measured: with zeros the hidden layer is constant and its gradients vanish
+    assert all("zero" in row.note for row in results)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("form", ["npz", "pt", "pair"])
+def test_data_from_files(kronscope: Command, tmp_path: Path, form: str) -> None:
+    inputs, targets = torch.randn(9, 4), torch.randn(9, 2)
+    path = tmp_path / ("data.npz" if form == "npz" else "data.pt")
+    if form == "npz":
+        np.savez(path, x=inputs.numpy(), y=targets.numpy())
+    else:
+        torch.save({"inputs": inputs, "targets": targets} if form == "pt" else (inputs, targets), path)
+    ended = kronscope(
+        "measure", "mine:build", "--data", path, "--loss", "mse", "--approximation", "all", "--out", "out"
+    )
+    assert ended.code == 0, ended.err
+    results = ks.Results.load(tmp_path / "out" / "results.json")
+    assert {row.samples for row in results} == {9}
+    assert set(results.approximations) == set(ks.approx.names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothere:build", "--data", "mine:data"), ("nothere",)),
+        (("mine:absent", "--data", "mine:data"), ("absent",)),
+        (("mine", "--data", "mine:data"), ("package.module:name",)),
+        (("mine:number", "--data", "mine:data"), ("torch.nn.Module",)),
+        (("mine:build", "--data", "mine:empty"), ("empty",)),
+        (("mine:build", "--data", "absent.npz"), ("absent.npz", "cannot be read")),
+        (("mine:build", "--data", "mine:data", "--loss", "hinge"), ("--loss", "cross-entropy")),
+        (("mine:build", "--data", "mine:data", "--truth", "hessian"), ("truth", "gauss_newton")),
+        (("mine:build", "--data", "mine:data", "--layer", "0.wieght"), ("0.weight",)),
+        (("mine:build", "--data", "mine:data", "--approximation", "shampo"), ("did you mean",)),
+        (("mine:build", "--data", "mine:data", "--checkpoint", "absent.pt"), ("absent.pt",)),
+        (("mine:build", "--data", "mine:data", "--memory-budget", "lots"), ("2GiB",)),
+        (("mine:build", "--data", "mine:data", "--batch-size", "0"), ("batch_size",)),
+        (("mine:build", "--data", "mine:data", "--detail", "all"), ("spectrum",)),
+    ],
+)
+def test_mistakes_end_in_one_line_and_the_folder_stays_free(
+    kronscope: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    _assert_refused(kronscope("measure", *arguments, "--out", "out"), *words)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to(kronscope: Command, tmp_path: Path) -> None:
+    arguments = ("measure", "mine:build", "--data", "mine:data", "--approximation", "identity", "--out", "out")
+    assert kronscope(*arguments).code == 0
+    before = (tmp_path / "out" / "results.json").read_bytes()
+    _assert_refused(kronscope(*arguments), "already holds a run", "--out")
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
+
+
+def test_ctrl_c_ends_with_130(kronscope: Command, tmp_path: Path) -> None:
+    ended = kronscope("measure", "mine:build", "--data", "mine:pressed", "--out", "out")
+    assert ended.code == 130
+    assert "interrupted" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------- report
+
+
+def test_report_of_one_and_of_several_runs(kronscope: Command, tmp_path: Path) -> None:
+    row = ks.measures.Row("fc<b>.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        ks.Results([row]).save(tmp_path / name / "results.json")
+    ended = kronscope("report", "a")
+    assert ended.code == 0, ended.err
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "fc<b>.weight" not in page
+    ended = kronscope("report", "a", "b/results.json", "--out", "both.html", "--title", "Both & more")
+    assert ended.code == 0, ended.err
+    assert "both.html" in ended.out
+    assert "Both &amp; more" in (tmp_path / "both.html").read_text()
+
+
+def test_a_report_of_nothing_is_refused(kronscope: Command, tmp_path: Path) -> None:
+    _assert_refused(kronscope("report", "absent"), "absent")
+    (tmp_path / "results.json").write_text("{")
+    _assert_refused(kronscope("report", "."), "results.json")
+
+
+# ---------------------------------------------------------------------- the paper
+
+
+def test_a_figure_of_the_paper_and_going_on_with_it(kronscope: Command, tmp_path: Path) -> None:
+    arguments = ("paper", "figure1", "--workload", "digits-linear", "--steps", 5, "--samples", 50, "--out", "run/here")
+    ended = kronscope(*arguments)
+    assert ended.code == 0, ended.err
+    folder = tmp_path / "run" / "here"
+    for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "table.csv"):
+        assert (folder / name).stat().st_size > 0, name
+    results = ks.Results.load(folder / "results.json")
+    assert {row.truth for row in results} == {"gauss_newton", "adagrad"}
+    assert max(results.steps) == 5
+    for row in results.select(approximation="shampoo2"):
+        # one logit: the matrix has rank one on its left side
+        assert row.cosine == pytest.approx(1.0, abs=1e-6)
+    assert "steps 25 -> 5" in ended.out
+    before = (folder / "results.json").read_bytes()
+    _assert_refused(kronscope(*arguments), "--resume", "--out")
+    (folder / "figure1.png").unlink()
+    again = kronscope(*arguments, "--resume")
+    assert again.code == 0, again.err
+    assert (folder / "results.json").read_bytes() == before
+    assert (folder / "figure1.png").exists()
+    _assert_refused(
+        kronscope(*arguments[:-2], "--seed", 1, "--out", folder, "--resume"), "another configuration", "seed"
+    )
+
+
+def test_figure3_has_real_labels_and_two_batch_sizes(kronscope: Command, tmp_path: Path) -> None:
+    ended = kronscope(
+        *("paper", "figure3", "--workload", "digits-linear", "--steps", 3, "--samples", 40, "--measure-at", "0,3"),
+        *("--out", "out", "--probes", 4),
+    )
+    assert ended.code == 0, ended.err
+    results = ks.Results.load(tmp_path / "out" / "results.json")
+    assert {(row.labels, row.batch_size, row.step) for row in results} == {
+        ("real", size, step) for size in (1, 256) for step in (0, 3)
+    }
+    assert (tmp_path / "out" / "figure3.png").exists()
+    probes = ks.Results.load(tmp_path / "out" / "probes.json")
+    assert all(row.stderr >= 0 for row in probes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("figure1", "--workload", "nope"), ("nope", "digits-linear")),
+        (("figure1", "--workload", "digits-linear", "--steps", "0"), ("steps", "at least 1")),
+        (("figure1", "--workload", "digits-linear", "--measure-at", "a,b"), ("--measure-at",)),
+        (("figure1", "--workload", "digits-linear", "--measure-at", "99"), ("measure_at",)),
+        (("figure1", "--workload", "digits-linear", "--scale", "huge"), ("scale",)),
+        (("figure1", "--workload", "digits-linear", "--labels", "real"), ("figure3",)),
+        (("figure1", "--workload", "digits-linear", "--device", "abacus"), ("abacus",)),
+        (("figure1", "--workload", "mnist2", "--data-dir", "."), ("MNIST",)),
+    ],
+)
+def test_mistakes_in_paper_commands(
+    kronscope: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    _assert_refused(kronscope("paper", *arguments, "--out", "out"), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_installed_command_runs() -> None:
+    command = Path(sys.executable).with_name("kronscope")
+    assert command.exists()
+    shown = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == ks.__version__
+    shown = subprocess.run([str(command), "paper", "--help"], capture_output=True, text=True, check=True)
+    for name in ("figure1", "figure2", "figure3", "figure4", "figure5"):
+        assert name in shown.stdout
+    wrong = subprocess.run(
+        [str(command), "paper", "figure1", "--steps", "x"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
