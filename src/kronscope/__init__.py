@@ -1,6 +1,7 @@
 """See and use Shampoo's preconditioner: how well Kronecker products approximate curvature, layer by layer.
 
-The names below are in the order data flows: gradients, the matrix they make, approximations of it, measures.
+The names below are in the order data flows: gradients, the matrix they make, approximations of it, measures; then the
+optimizers that train with them.
 
 >>> import torch, kronscope as ks
 >>> stream = ks.GradientStream.from_tensors(torch.eye(3, dtype=torch.float64).view(3, 1, 3))
@@ -16,19 +17,24 @@ from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
 from kronscope.measures import Probes, Results, cosine, measure, measure_history
+from kronscope.optim import SOAP, KLShampoo, Shampoo, param_groups
 
 __all__ = [
+    "SOAP",
     "GradientHistory",
     "GradientStream",
+    "KLShampoo",
     "Operator",
     "Probes",
     "Results",
     "SecondMoment",
+    "Shampoo",
     "approx",
     "cosine",
     "errors",
     "measure",
     "measure_history",
+    "param_groups",
 ]
 
 __version__ = "0.1.0"

@@ -293,7 +293,7 @@ def test_huge_dimensions_do_not_make_huge_factors():
     param.grad = torch.randn(20_000, 8)
     optimizer.step()
     assert optimizer.explain().rows[0].factors == (8,)
-    assert optimizer.explain().total_bytes < 2 * 20_000 * 8 * 4
+    assert optimizer.explain().total_bytes < 3 * 20_000 * 8 * 4
 
 
 def test_options_are_checked_with_advice():

@@ -22,8 +22,7 @@ class CostModel:
     """A root solver that takes, for each size, the one that was measured to be fastest.
 
     The table is data, not measured on the fly, so that a run and its continuation choose alike. On CPUs an
-    eigendecomposition is about ten times faster than the coupled Newton iteration at every size
-    (``benchmarks/optim_roots.py``), so the default has no other entry; make one for a device with
+    eigendecomposition is the faster one at every size, so the default has no other entry; make one for a device with
     :func:`measure_solvers`.
 
     Attributes:
