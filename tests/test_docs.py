@@ -29,7 +29,7 @@ FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=ticks
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
 TOLERANCE = 0.002
 # Times differ from machine to machine, and the line under a table's head with the widths of its numbers.
-UNCHECKED = re.compile(r"^Measured in .*$|─+", re.MULTILINE)
+UNCHECKED = re.compile(r"^Fitted and compared in .*$|─+", re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -115,7 +115,7 @@ def test_output_is_the_text_block_that_follows() -> None:
 @pytest.mark.parametrize(
     ("printed", "good"),
     [
-        ("cosine 0.9101 ±0.001\nMeasured in 7 s.", True),
+        ("cosine 0.9101 ±0.001\nFitted and compared in 7 s.", True),
         ("cosine 0.9201 ±0.001", False),
         ("cosine 0.9101", False),
         ("cosines 0.9101 ±0.001", False),
@@ -123,7 +123,7 @@ def test_output_is_the_text_block_that_follows() -> None:
     ],
 )
 def test_outputs_are_compared_word_by_word(printed: str, good: bool) -> None:
-    assert (not list(differences("cosine  0.9100 ±0.002\nMeasured in 5 s.", printed))) is good
+    assert (not list(differences("cosine  0.9100 ±0.002\nFitted and compared in 5 s.", printed))) is good
 
 
 # ---------------------------------------------------------------------- nothing is left out

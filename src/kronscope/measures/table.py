@@ -154,7 +154,7 @@ def _footer(results: Results, notes: Mapping[str, int]) -> list[tuple[str, str]]
     lines.append((results.question, "italic"))
     seconds = sum(row.seconds for row in results if math.isfinite(row.seconds))
     if seconds:
-        lines.append((f"Fitted and compared in {_duration(seconds)}; capturing the gradients comes on top.", "dim"))
+        lines.append((f"Fitted and compared in {_duration(seconds)}.", "dim"))
     return lines
 
 
