@@ -135,10 +135,10 @@ def test_no_weight_at_all_is_zero_and_its_cosine_is_not_a_number() -> None:
             assert math.isnan(ks.cosine(ks.SecondMoment(nothing), op)), name
 
 
-def test_k_fac_s_refusal_says_what_to_do() -> None:
+def test_k_fac_s_refusal_says_what_it_needs() -> None:
     stream = StreamRecipe("dense").build()
     for name in ("kfac-reduce", "kfac-expand", "ekfac"):
-        with pytest.raises(NotFactoredError, match="from_factors"):
+        with pytest.raises(NotFactoredError, match="inputs and output gradients"):
             approx.get(name).fit(stream)
 
 
