@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Tests run in this many processes, with one torch thread each; JOBS=0 runs them in one.
+JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install -qq --no-warn-conflicts -c constraints.txt
 
 # What the cross-check libraries need beyond the other groups. They are installed without their declared dependencies
@@ -58,7 +60,7 @@ lint: $(VENV)/.installed-dev  ## formatting, lint, types, import layers
 
 pytest: $(VENV)/.installed-dev  ## tests, doctests, code blocks of README and docs; ARGS="-k name" selects
 	@echo "== pytest"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops
 	@$(PIP) --no-deps $(CROSSCHECK)

@@ -14,6 +14,9 @@ import hypothesis
 import pytest
 import torch
 
+# Tests are many small products, which two threads only slow down; and they run in several processes anyway.
+torch.set_num_threads(1)
+
 # The same examples in every run: a red build is then always reproducible, and no database is left behind.
 hypothesis.settings.register_profile(
     "kronscope", derandomize=True, deadline=None, max_examples=40, database=None, print_blob=False

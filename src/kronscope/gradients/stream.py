@@ -104,7 +104,13 @@ class FactoredAtoms:
 
     def dense(self) -> DenseAtoms:
         """Form the gradients."""
-        return DenseAtoms(self.row_factors.mT @ self.col_factors, self.weights, self.samples)
+        rows, cols = self.row_factors, self.col_factors
+        if cols.shape[1] == 1 < rows.shape[1]:
+            # one product for all columns of a sample: broadcasting would copy the shared side for each
+            k, c, t, m = rows.shape
+            grads = rows.permute(0, 1, 3, 2).reshape(k, c * m, t) @ cols.squeeze(1)
+            return DenseAtoms(grads.view(k, c, m, -1), self.weights, self.samples)
+        return DenseAtoms(rows.mT @ cols, self.weights, self.samples)
 
     def part(self, start: int, stop: int) -> FactoredAtoms:
         """Return samples ``start`` to ``stop`` of the chunk."""

@@ -88,6 +88,9 @@ def mode_gram(grads: Tensor, weights: Tensor | None = None, mode: int = 0, other
             f"mode_gram with a matrix in the middle needs gradients (k, m, n) and a square matrix on the other mode, "
             f"got {tuple(grads.shape)} and {tuple(other.shape)} for mode {mode}."
         )
+    if weights is not None and len(weights) and bool((weights == weights[0]).all()):
+        # the usual case, and a copy of all gradients less
+        return mode_gram(grads, None, mode, other) * weights[0].to(grads.dtype)
     if mode == 0 and grads.ndim == 3 and grads.shape[1] < _MIN_BLOCKED_WIDTH:
         return _narrow_left(grads, weights, other)
     if other is None:
