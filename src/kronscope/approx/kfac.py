@@ -112,6 +112,12 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
 
 
 def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
-    wide = factors.sum(2, keepdim=True, dtype=torch.float64) if reduce else factors.double()
+    wide = factors.double()
+    if reduce:
+        summed = wide.sum(2, keepdim=True)
+        # a sum that vanishes over positions, as of the gradients of attention keys, leaves its rounding: take it for zero
+        size = wide.abs().sum(2, keepdim=True)
+        noise = 16 * torch.finfo(factors.dtype).eps
+        wide = torch.where(summed.abs() > noise * size.amax(3, keepdim=True), summed, 0.0)
     flat = (wide * weights.sqrt().view(-1, 1, 1, 1)).reshape(-1, factors.shape[-1])
     return symmetric_product(flat)

@@ -118,7 +118,7 @@ def layer_rows(
             if estimate.note:
                 notes.append(estimate.note)
             elif math.isnan(estimate.value):
-                notes.append("the gradients are all zero: there is no direction to compare")
+                notes.append("the truth or the fit is zero: there is no direction to compare")
         except (NotFactoredError, ConvergenceError, DataError) as error:
             notes.append(str(error))
         m, n = streams.truth.shape
