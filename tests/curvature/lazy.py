@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -56,4 +57,6 @@ def _factors(atoms: Atoms) -> list[torch.Tensor]:
 def _joined(parts: list[Atoms]) -> Atoms:
     names = ("grads",) if isinstance(parts[0], DenseAtoms) else ("row_factors", "col_factors")
     joined = {name: torch.cat([getattr(p, name) for p in parts]) for name in (*names, "weights", "samples")}
-    return type(parts[0])(**joined)
+    make: Any = type(parts[0])
+    result: Atoms = make(**joined)
+    return result

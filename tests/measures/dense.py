@@ -196,14 +196,19 @@ def _moment(parts: list[Tensor], reduce: bool) -> Tensor:
     """The second moment of one side (c, t, d) or (t, d) of all uses of a sample."""
     if not reduce:
         return torch.stack([flat.T @ flat for flat in (part.reshape(-1, part.shape[-1]) for part in parts)]).sum(0)
-    # summed over all positions of all uses, inputs and gradients alike, so inputs must be there in every column
+    # summed over all positions of all uses; with a single column inputs and gradients alike, with the columns of exact
+    # labels apart, since the mean of their product over labels is zero
     summed = [part.sum(-2) for part in parts]
-    columns = [part for part in summed if part.dim() == 2]
-    if not columns:
-        total = torch.stack(summed).sum(0)
-        return torch.outer(total, total)
-    wide = torch.stack([part if part.dim() == 2 else part.expand_as(columns[0]) for part in summed]).sum(0)
-    return wide.T @ wide
+    columns = [part for part in summed if part.dim() == 2 and len(part) > 1]
+    single = [part.reshape(-1) for part in summed if part.dim() == 1 or len(part) == 1]
+    moment = torch.zeros(parts[0].shape[-1], parts[0].shape[-1], dtype=torch.float64)
+    if single:
+        total = torch.stack(single).sum(0)
+        moment = moment + torch.outer(total, total)
+    if columns:
+        wide = torch.stack(columns).sum(0)
+        moment = moment + wide.T @ wide
+    return moment
 
 
 def _terms(loss: nn.Module, target: Tensor) -> float:

@@ -25,7 +25,8 @@ class KfacReduce:
     .. math:: K = \Big(\sum w \sum_c \bar b_c \bar b_c^\top\Big) \otimes \Big(\sum w\, \bar a \bar a^\top\Big), \qquad
               \bar b = \sum_t b_t, \quad \bar a = \sum_t a_t .
 
-    Groups of a convolution and several uses of one weight count as further positions.
+    Groups of a convolution and several uses of one weight count as further positions. Where a weight is used both ways,
+    as a tied embedding and head, each side has inputs and gradients; inputs count once, whatever the labels.
     """
 
     name: ClassVar[str] = "kfac-reduce"
@@ -101,9 +102,11 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
                     "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
                     "layer that is captured whole, or a training run's batch gradients)."
                 )
-            left = left.to(atoms.weights.device) + _side(atoms.row_factors, atoms.weights, reduce)
-            right = right.to(atoms.weights.device) + _side(atoms.col_factors, atoms.weights, reduce)
-            both = atoms.row_factors.shape[1] if atoms.col_factors.shape[1] > 1 else 1
+            inputs = torch.tensor(atoms.row_inputs, dtype=torch.bool, device=atoms.weights.device)
+            sides = ((atoms.row_factors, inputs), (atoms.col_factors, ~inputs))
+            moments = [_both_ways(side, known, atoms.weights, reduce, stream.draws) for side, known in sides]
+            left, right = left.to(moments[0]) + moments[0], right.to(moments[1]) + moments[1]
+            both = 1 if len(inputs) else min(atoms.row_factors.shape[1], atoms.col_factors.shape[1])
             total += float(atoms.weights.sum()) * both
         # an average over samples on one side, so that K is of the first degree in the weights, as H is
         stream.memo[key] = (PsdFactor(left), PsdFactor(right / total if total > 0 else right))
@@ -111,11 +114,27 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
     return factors
 
 
+def _both_ways(factors: Tensor, inputs: Tensor, weights: Tensor, reduce: bool, draws: bool) -> Tensor:
+    """One side's moment where some positions hold inputs and the others gradients, as of a tied embedding and head.
+
+    Inputs count once however many columns the gradients have. Under exact labels a product of an input and a gradient
+    has mean zero; each of several draws is a sample of its own, inputs included.
+    """
+    columns = factors.shape[1]
+    if not len(inputs) or columns == 1:
+        return _side(factors, weights, reduce)
+    if draws:
+        scale = 1.0 + (columns**-0.5 - 1.0) * inputs.double()
+        return _side(factors * scale.view(1, 1, -1, 1), weights, reduce)
+    once = factors[:, :1, inputs], factors[:, :, ~inputs]
+    return _side(once[0], weights, reduce) + _side(once[1], weights, reduce)
+
+
 def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
     wide = factors.double()
     if reduce:
         summed = wide.sum(2, keepdim=True)
-        # a sum that vanishes over positions, as of the gradients of attention keys, leaves its rounding: take it for zero
+        # a sum that vanishes over positions, as of the gradients of attention keys, leaves rounding: take it for zero
         size = wide.abs().sum(2, keepdim=True)
         noise = 16 * torch.finfo(factors.dtype).eps
         wide = torch.where(summed.abs() > noise * size.amax(3, keepdim=True), summed, 0.0)

@@ -172,7 +172,15 @@ class FactoredAssembler:
 
     def finish(self, weights: Tensor, samples: Tensor) -> Atoms:
         """Give the atoms."""
-        return FactoredAtoms(self._rows, self._cols, weights, samples)
+        row_inputs: tuple[bool, ...] = ()
+        if len({group.input_is_cols for group in self._groups}) > 1:
+            lengths = [group.pieces[0].use.positions(self._samples) for group in self._groups]
+            row_inputs = tuple(
+                not group.input_is_cols
+                for group, length in zip(self._groups, lengths, strict=True)
+                for _ in range(length)
+            )
+        return FactoredAtoms(self._rows, self._cols, weights, samples, row_inputs)
 
 
 class DenseAssembler:

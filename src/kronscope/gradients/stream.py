@@ -9,7 +9,7 @@ Every matrix kronscope looks at is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,12 +75,16 @@ class FactoredAtoms:
         col_factors: :math:`A` (k, c or 1, t, n); for a linear layer its inputs, shared by all columns.
         weights: Weights (k,) of the samples, float64.
         samples: Numbers (k,) of the samples in data order.
+        row_inputs: For each position whether its row factor is the layer's input and its column factor the gradient,
+            where a weight is used both ways (a tied embedding and head); empty where the side without columns is the
+            input.
     """
 
     row_factors: Tensor
     col_factors: Tensor
     weights: Tensor
     samples: Tensor
+    row_inputs: tuple[bool, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,7 +119,13 @@ class FactoredAtoms:
     def part(self, start: int, stop: int) -> FactoredAtoms:
         """Return samples ``start`` to ``stop`` of the chunk."""
         cut = slice(start, stop)
-        return FactoredAtoms(self.row_factors[cut], self.col_factors[cut], self.weights[cut], self.samples[cut])
+        return replace(
+            self,
+            row_factors=self.row_factors[cut],
+            col_factors=self.col_factors[cut],
+            weights=self.weights[cut],
+            samples=self.samples[cut],
+        )
 
     def wide(self) -> FactoredAtoms:
         """Return the chunk in float64."""
@@ -288,15 +298,22 @@ def _joined(chunks: Iterable[Atoms]) -> Iterator[Atoms]:
 
 def _form(atoms: Atoms) -> tuple[object, ...]:
     tensors = (atoms.grads,) if isinstance(atoms, DenseAtoms) else (atoms.row_factors, atoms.col_factors)
-    return (type(atoms), *((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors))
+    way = () if isinstance(atoms, DenseAtoms) else atoms.row_inputs
+    return (type(atoms), way, *((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors))
 
 
 def _concatenated(parts: list[Atoms]) -> Atoms:
     first = parts[0]
     if len(parts) == 1:
         return first
-    names = [field.name for field in fields(first)]
-    return type(first)(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    if isinstance(first, DenseAtoms):
+        return DenseAtoms(joined("grads"), joined("weights"), joined("samples"))
+    factors = joined("row_factors"), joined("col_factors")
+    return FactoredAtoms(*factors, joined("weights"), joined("samples"), first.row_inputs)
 
 
 def _checked(values: Tensor, what: str) -> Tensor:

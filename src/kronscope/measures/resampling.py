@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.stream import Atoms, DenseAtoms, GradientStream
 from kronscope.kron import Operator
 
 __all__ = ["Estimate", "Resampler"]
@@ -186,7 +186,7 @@ def _drop_columns(atoms: Atoms, group: int, groups: int) -> Atoms:
         rows = rows * scale
     else:
         cols = cols * scale
-    return FactoredAtoms(rows, cols, atoms.weights, atoms.samples)
+    return replace(atoms, row_factors=rows, col_factors=cols)
 
 
 def _draw_norms(stream: GradientStream, groups: int) -> list[float]:
