@@ -68,7 +68,7 @@ class Route:
             columns = (torch.diag(p.sqrt()) - torch.outer(p.sqrt(), p)).detach()
             return vmap(pull)(columns)[0]
 
-        grads = vmap(of_sample)(self.inputs)
+        grads = vmap(of_sample)(self.inputs).detach()
         return grads.reshape(-1, weight.shape[0], weight[0].numel())
 
     @staticmethod
@@ -252,7 +252,7 @@ def main() -> None:
     }
     for name, part in (("mlp", mlp), ("conv", conv), ("growth", growth)):
         if name in chosen:
-            record[name] = part(arguments.repeats)
+            record[name] = part(min(arguments.repeats, 2) if name == "growth" else arguments.repeats)
             print(name, json.dumps(record[name], indent=1))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
