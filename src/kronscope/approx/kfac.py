@@ -12,7 +12,7 @@ from kronscope.approx.registry import register
 from kronscope.curvature import SecondMoment
 from kronscope.errors import NotFactoredError
 from kronscope.gradients.stream import FactoredAtoms, GradientStream
-from kronscope.kron import EigenbasisDiagonal, KroneckerProduct, PsdFactor, symmetric_product
+from kronscope.kron import EigenbasisDiagonal, KroneckerProduct, PsdFactor, mode_gram
 
 __all__ = ["EigenvalueCorrectedKfac", "KfacExpand", "KfacReduce"]
 
@@ -132,11 +132,10 @@ def _both_ways(factors: Tensor, inputs: Tensor, weights: Tensor, reduce: bool, d
 
 def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
     wide = factors.double()
-    if reduce:
+    if reduce and factors.shape[2] > 1:
         summed = wide.sum(2, keepdim=True)
         # a sum that vanishes over positions, as of the gradients of attention keys, leaves rounding: take it for zero
         size = wide.abs().sum(2, keepdim=True)
         noise = 16 * torch.finfo(factors.dtype).eps
         wide = torch.where(summed.abs() > noise * size.amax(3, keepdim=True), summed, 0.0)
-    flat = (wide * weights.sqrt().view(-1, 1, 1, 1)).reshape(-1, factors.shape[-1])
-    return symmetric_product(flat)
+    return mode_gram(wide.flatten(1, 2), weights, mode=1)

@@ -22,7 +22,7 @@ def pair_squares(first: Atoms, second: Atoms) -> Tensor:
     """Return S (k, k') between the samples of two chunks, in float64."""
     if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
         if first.positions == 1 and second.positions == 1:
-            kernels = factor_kernels(first, second)
+            kernels = factor_kernels(first.wide(), second.wide())
             if kernels is not None:
                 return kernels[0] * kernels[1]
         return _shared_pairs(first, second)
@@ -45,11 +45,11 @@ def _side_kernel(first: Tensor, second: Tensor) -> Tensor:
     k, c, _, width = first.shape
     j, d = second.shape[:2]
     out = first.new_empty(k, j, dtype=torch.float64)
-    right = second.reshape(j * d, width).double()
+    right = second.reshape(j * d, width)
     step = max(1, _TILE_ENTRIES // max(1, c * j * d))
     for at in range(0, k, step):
-        left = first[at : at + step].reshape(-1, width).double()
-        products = (left @ right.T).square_()
+        left = first[at : at + step].reshape(-1, width)
+        products = (left @ right.T).double().square_()
         out[at : at + step] = _block_sums(products, c, d)
     return out
 

@@ -31,6 +31,7 @@ __all__ = ["SecondMoment"]
 
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
+_LARGE_KERNEL = 2e10
 _DENSE_BYTES = 8 << 30
 _WORK_BYTES = 128 << 20
 
@@ -422,13 +423,25 @@ def _rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) ->
     return weighted
 
 
+def _safe_in_float32(atoms: Atoms) -> bool:
+    """Whether inner products of the factors stay well inside float32's range."""
+    if not isinstance(atoms, FactoredAtoms):
+        return False
+    sizes = [float(factor.abs().amax()) for factor in (atoms.row_factors, atoms.col_factors) if factor.numel()]
+    return all(1e-12 < size < 1e12 for size in sizes)
+
+
 def _assembled(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the two N x N kernels tile by tile, the upper half only."""
     pieces: list[FactoredAtoms] = []
+    # float32 products round at 1e-7 of the samples' norms, which averages out over as many pairs as make them worth it
+    count = sum(len(chunk.weights) * chunk.columns for chunk in chunks)
+    large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(_safe_in_float32, chunks))
     for chunk in chunks:
         assert isinstance(chunk, FactoredAtoms)
         step = max(1, 1024 // max(chunk.columns, 1))
-        pieces.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
+        ready = chunk if large else chunk.wide()
+        pieces.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
     weights = torch.cat([piece.weights for piece in pieces])
     count = len(weights)
     rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kronscope.approx import Approximation
+from kronscope.approx import Approximation, Optimal
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError, NotFactoredError
 from kronscope.gradients.stream import GradientStream
@@ -112,7 +112,7 @@ def layer_rows(
             elif silence:
                 estimate = Estimate(math.nan, math.nan, silence)
             elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
-                estimate = Estimate(cosine(truth, approximation.fit(stream_for(approximation))), math.nan)
+                estimate = Estimate(_plain_cosine(truth, approximation, stream_for(approximation)), math.nan)
             else:
                 estimate = _resampled(resampler, approximation, batches_of)
             if estimate.note:
@@ -139,6 +139,14 @@ def layer_rows(
             note="; ".join(notes),
         )
         done(approximation.name)
+
+
+def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: GradientStream) -> float:
+    if isinstance(approximation, Optimal):
+        # σ₁/‖H‖: the fit knows its inner product with the matrix already
+        norm = truth.norm()
+        return min(1.0, approximation.solve(stream).sigma / norm) if norm > 0 else math.nan
+    return cosine(truth, approximation.fit(stream))
 
 
 def _resampler(streams: LayerStreams) -> Resampler | None:
