@@ -301,7 +301,7 @@ def measure(
     step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
     memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
-    verbose: Annotated[bool, typer.Option(help="Print how each layer is captured.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
 ) -> None:
     """Measure a model of yours."""
     from kronscope import approx, figures

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 
-__all__ = ["factor_kernels", "pair_squares"]
+__all__ = ["assembled_kernels", "factor_kernels", "pair_squares"]
 
 # Entries of the largest intermediate of one tile (doubles: 256 MB).
 _TILE_ENTRIES = 32 << 20
 # Multiply-adds of a tile below which float64 costs nothing worth saving.
 _SMALL_TILE = 1e9
+_LARGE_KERNEL = 2e10
 
 
 def pair_squares(first: Atoms, second: Atoms) -> Tensor:
@@ -88,3 +89,39 @@ def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:
         inner = (row_products * col_products).sum((-1, -2))
         out[at : at + step] = inner.square().sum((2, 3))
     return out
+
+
+def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the two N x N kernels tile by tile, the upper half only."""
+    pieces: list[FactoredAtoms] = []
+    # float32 products round at 1e-7 of the samples' norms, which averages out over as many pairs as make them worth it
+    count = sum(len(chunk.weights) * chunk.columns for chunk in chunks)
+    large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(_safe_in_float32, chunks))
+    for chunk in chunks:
+        assert isinstance(chunk, FactoredAtoms)
+        step = max(1, 1024 // max(chunk.columns, 1))
+        ready = chunk if large else chunk.wide()
+        pieces.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
+    weights = torch.cat([piece.weights for piece in pieces])
+    count = len(weights)
+    rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)
+    starts = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + len(piece.weights))
+    for i, first in enumerate(pieces):
+        for j in range(i, len(pieces)):
+            tile = factor_kernels(first, pieces[j])
+            assert tile is not None
+            at, to = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
+            for kernel, block in zip((rows, cols), tile, strict=True):
+                kernel[at, to] = block
+                kernel[to, at] = block.T
+    return rows, cols, weights
+
+
+def _safe_in_float32(atoms: Atoms) -> bool:
+    """Whether inner products of the factors stay well inside float32's range."""
+    if not isinstance(atoms, FactoredAtoms):
+        return False
+    sizes = [float(factor.abs().amax()) for factor in (atoms.row_factors, atoms.col_factors) if factor.numel()]
+    return all(1e-12 < size < 1e12 for size in sizes)

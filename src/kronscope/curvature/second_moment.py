@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
-from kronscope.curvature.pairs import factor_kernels, pair_squares
+from kronscope.curvature.pairs import assembled_kernels, pair_squares
+from kronscope.curvature.pieces import bounded, own_gram, rotated_squares, split
 from kronscope.errors import MemoryBudgetError, ShapeError
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import (
@@ -31,9 +32,7 @@ __all__ = ["SecondMoment"]
 
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
-_LARGE_KERNEL = 2e10
 _DENSE_BYTES = 8 << 30
-_WORK_BYTES = 128 << 20
 
 _T = TypeVar("_T")
 
@@ -117,8 +116,8 @@ class SecondMoment:
         """
         parts = []
         for atoms in self._chunks():
-            for part in _bounded(atoms):
-                grams = _own_gram(part)
+            for part in bounded(atoms):
+                grams = own_gram(part)
                 if same_column:
                     grams = grams.diagonal(dim1=1, dim2=2).unsqueeze(-1)
                 parts.append(part.weights.square() * grams.square().sum((1, 2)))
@@ -157,7 +156,7 @@ class SecondMoment:
             for atoms in self._chunks():
                 # D draws are D columns scaled by D^-1/2; their mean needs D^-1
                 scale = atoms.columns**-0.5 if self.stream.draws else 1.0
-                for part in _bounded(atoms, forming=True):
+                for part in bounded(atoms, forming=True):
                     wide = part.wide().dense()
                     summed = (wide.grads * wide.weights.view(-1, 1, 1, 1)).sum((0, 1))
                     total = total.to(summed.device) + scale * summed
@@ -178,8 +177,8 @@ class SecondMoment:
             # an optimizer's bases may be float32
             wide = [basis if basis is None else basis.double() for basis in (left, right)]
             for atoms in self._chunks():
-                for part in _bounded(atoms):
-                    total = total + _rotated_squares(part.wide(), *wide)
+                for part in bounded(atoms):
+                    total = total + rotated_squares(part.wide(), *wide)
             assert isinstance(total, Tensor)
             return total, (left, right)  # the bases are kept so that their ids stay theirs
 
@@ -208,7 +207,7 @@ class SecondMoment:
             return float((op.values * self.table(op.left, op.right)).sum())
         total = 0.0
         for atoms in self._chunks():
-            for part in _bounded(atoms, forming=True):
+            for part in bounded(atoms, forming=True):
                 wide = part.wide().dense()
                 products = (wide.grads * op.apply(wide.grads)).sum((1, 2, 3))
                 total += float(products @ wide.weights)
@@ -267,7 +266,7 @@ class SecondMoment:
                 for a in chunks
             )
             # with fewer samples than it takes to fill a factor, N-vectors are also the smaller space
-            return _assembled(chunks) if plain else None
+            return assembled_kernels(chunks) if plain else None
 
         return self._once("kernels", compute)
 
@@ -324,7 +323,7 @@ class SecondMoment:
         if len(lone.weights) == self.stream.num_samples > 1:
             # cut a lone chunk, so that the symmetric half is saved here too
             whole = lone if factored else next(self._formed())
-            pieces = list(_split(whole, 8))
+            pieces = list(split(whole, 8))
             yield from ((first, pieces[j], i == j) for i, first in enumerate(pieces) for j in range(i, len(pieces)))
             return
         for i, first in enumerate(iter(self.stream) if factored else self._formed()):
@@ -351,7 +350,7 @@ class SecondMoment:
     def _contraction(self, mode: int, other: Tensor | None) -> Tensor:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
         for atoms in self._chunks():
-            for part in _bounded(atoms):
+            for part in bounded(atoms):
                 wide = part.wide()
                 if isinstance(wide, FactoredAtoms):
                     sides = wide.row_factors, wide.col_factors
@@ -371,89 +370,6 @@ class SecondMoment:
     def _flat(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield gradients (k·c, mn) in float64 with a weight for each."""
         for atoms in self._chunks():
-            for part in _bounded(atoms, forming=True):
+            for part in bounded(atoms, forming=True):
                 wide = part.wide().dense()
                 yield wide.grads.flatten(2).flatten(0, 1), wide.weights.repeat_interleave(wide.columns)
-
-
-def _bounded(atoms: Atoms, *, forming: bool = False) -> Iterator[Atoms]:
-    """Cut a chunk so that what is made of it in float64 stays small; ``forming`` says that gradients will be formed."""
-    m, n = atoms.shape
-    per_sample = 8 * atoms.columns * m * n
-    if isinstance(atoms, FactoredAtoms):
-        rows, cols = atoms.row_factors, atoms.col_factors
-        # without sharing nothing of size mn is formed per sample
-        own = 8 * (rows[0].numel() + cols[0].numel() + atoms.columns * atoms.positions**2)
-        per_sample = own if atoms.positions == 1 and not forming else own + per_sample
-    step = max(1, _WORK_BYTES // max(per_sample, 1))
-    for at in range(0, len(atoms.weights), step):
-        yield atoms.part(at, at + step)
-
-
-def _split(atoms: Atoms, pieces: int) -> Iterator[Atoms]:
-    step = -(-len(atoms.weights) // pieces)
-    for at in range(0, len(atoms.weights), step):
-        yield atoms.part(at, at + step)
-
-
-def _own_gram(atoms: Atoms) -> Tensor:
-    """Inner products (k, c, c) between the columns of each sample."""
-    if isinstance(atoms, FactoredAtoms) and atoms.positions == 1:
-        rows, cols = atoms.row_factors.double().squeeze(2), atoms.col_factors.double().squeeze(2)
-        return (rows @ rows.mT) * (cols @ cols.mT)
-    flat = atoms.wide().dense().grads.flatten(2)
-    return flat @ flat.mT
-
-
-def _rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """Weighted squares of the atoms' entries in a pair of bases."""
-    if isinstance(atoms, FactoredAtoms):
-        rows = atoms.row_factors if left is None else atoms.row_factors @ left
-        cols = atoms.col_factors if right is None else atoms.col_factors @ right
-        if atoms.positions == 1:
-            rows, cols = rows.squeeze(2).square(), cols.squeeze(2).square()
-            if rows.shape[1] == 1 or cols.shape[1] == 1:
-                return (rows.sum(1) * atoms.weights[:, None]).T @ cols.sum(1)
-            return (rows * atoms.weights.view(-1, 1, 1)).flatten(0, 1).T @ cols.flatten(0, 1)
-        grads = rows.mT @ cols
-    else:
-        grads = atoms.grads if right is None else atoms.grads @ right
-        grads = grads if left is None else left.T @ grads
-    weighted: Tensor = torch.tensordot(atoms.weights, grads.square().sum(1), 1)
-    return weighted
-
-
-def _safe_in_float32(atoms: Atoms) -> bool:
-    """Whether inner products of the factors stay well inside float32's range."""
-    if not isinstance(atoms, FactoredAtoms):
-        return False
-    sizes = [float(factor.abs().amax()) for factor in (atoms.row_factors, atoms.col_factors) if factor.numel()]
-    return all(1e-12 < size < 1e12 for size in sizes)
-
-
-def _assembled(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill the two N x N kernels tile by tile, the upper half only."""
-    pieces: list[FactoredAtoms] = []
-    # float32 products round at 1e-7 of the samples' norms, which averages out over as many pairs as make them worth it
-    count = sum(len(chunk.weights) * chunk.columns for chunk in chunks)
-    large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(_safe_in_float32, chunks))
-    for chunk in chunks:
-        assert isinstance(chunk, FactoredAtoms)
-        step = max(1, 1024 // max(chunk.columns, 1))
-        ready = chunk if large else chunk.wide()
-        pieces.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
-    weights = torch.cat([piece.weights for piece in pieces])
-    count = len(weights)
-    rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + len(piece.weights))
-    for i, first in enumerate(pieces):
-        for j in range(i, len(pieces)):
-            tile = factor_kernels(first, pieces[j])
-            assert tile is not None
-            at, to = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
-            for kernel, block in zip((rows, cols), tile, strict=True):
-                kernel[at, to] = block
-                kernel[to, at] = block.T
-    return rows, cols, weights

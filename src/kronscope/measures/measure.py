@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from kronscope.approx import Approximation, get, several
+from kronscope.curvature import SecondMoment
 from kronscope.errors import MemoryBudgetError, OptionError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
@@ -101,7 +102,7 @@ def measure(
             decides by the cost.
         replacement: Whether the batches of ``batch_size`` are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` (fast) or ``"func"`` (general).
-        verbose: Print how each layer is captured, to standard error.
+        verbose: Print how each layer is captured and contracted, to standard error.
 
     Returns:
         One row per layer and approximation.
@@ -181,6 +182,7 @@ def measure(
             work.begin(recorder, parameters, was_training)
             if verbose:
                 sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
+                work.tell = sys.stderr.write
             work.run(recorder, bar)
     except KeyboardInterrupt:
         work.partial = True
@@ -222,6 +224,7 @@ class _Work:
     notes: list[str] = field(default_factory=list)
     partial: bool = False
     truth_draws: int | None = None
+    tell: Callable[[str], object] = lambda text: None
 
     # ------------------------------------------------------------------ planning
 
@@ -360,6 +363,9 @@ class _Work:
         bar.begin("measuring", len(names) * (len(self.approximations) + len(self.details)))
         for name in names:
             layer = streams.pop(name)
+            form = str(SecondMoment(layer.truth).plan())
+            self.settings.setdefault("contraction", {})[name] = form
+            self.tell(f"{name}: {form}\n")
             labels = self.fit_labels
             condition = Condition(name, self.step, self.truth, labels, self.batch_size, recorder.num_samples)
             bar.step(f"measuring {name}")
