@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kronscope as ks
 from kronscope.errors import MemoryBudgetError, ModelError, OptionError
 from kronscope.measures import batch_stream
+from kronscope.measures.progress import Bar
 from kronscope.testing import oracle
 from tests.gradients import zoo
 from tests.gradients.test_guard import Snapshot
@@ -636,3 +637,18 @@ def test_the_batch_lemmas_closed_form_is_the_expectation_over_all_batches() -> N
         expected = size * means.T @ means / len(means)
         found = ks.SecondMoment(batch_stream(stream, size, replacement=replacement)).to_dense()
         assert torch.allclose(found, expected, atol=1e-13)
+
+
+def test_the_progress_bar_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    ended = Bar.__exit__
+
+    def at_the_end(bar: Bar, *error: Any) -> None:
+        seen.extend(task.completed - (task.total or 0) for task in bar._progress.tasks)
+        ended(bar, *error)
+
+    monkeypatch.setattr(Bar, "__exit__", at_the_end)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = [(torch.randn(8, 4), torch.randint(2, (8,)))]
+    ks.measure(model, nn.CrossEntropyLoss(), data, details=("exponents",))
+    assert seen == [0]

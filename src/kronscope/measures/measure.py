@@ -368,7 +368,7 @@ class _Work:
             self.tell(f"{name}: {form}\n")
             labels = self.fit_labels
             condition = Condition(name, self.step, self.truth, labels, self.batch_size, recorder.num_samples)
-            bar.step(f"measuring {name}")
+            bar.say(f"measuring {name}")
             for row in layer_rows(
                 layer,
                 condition,

@@ -50,9 +50,10 @@ class Bar:
         """Say how much of it is done, and what is being done."""
         self._progress.update(self._task, completed=done, total=total, description=what)
 
-    def step(self, what: str | None = None) -> None:
-        """One more unit is done; ``what`` comes next."""
-        if what is None:
-            self._progress.advance(self._task)
-        else:
-            self._progress.update(self._task, advance=1, description=what)
+    def say(self, what: str) -> None:
+        """Say what is being done now."""
+        self._progress.update(self._task, description=what)
+
+    def step(self) -> None:
+        """One more unit is done."""
+        self._progress.advance(self._task)
