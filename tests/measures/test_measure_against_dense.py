@@ -88,14 +88,15 @@ def _rows(name: str, start: int, stop: int) -> Layer:
     return Layer(f"{name}.weight[{start}:{stop}]", (f"{name}.weight",), slice(start, stop), (name,))
 
 
+ALL_LOSSES = ["ce", "ce-sum", "mse", "mse-sum", "bce", "bce-sum"]
 MODELS: dict[str, tuple[Build, list[Layer], list[str]]] = {
-    "mlp": (_mlp, [_whole("0"), _whole("2")], ["ce", "ce-sum", "mse", "mse-sum", "bce", "bce-sum"]),
-    "sequence": (_sequence, [_whole("inner"), _whole("outer")], ["ce", "mse-sum", "bce"]),
-    "convolution": (_convolution, [_whole("0"), _whole("2")], ["ce", "ce-sum", "mse", "bce-sum"]),
+    "mlp": (_mlp, [_whole("0"), _whole("2")], ALL_LOSSES),
+    "sequence": (_sequence, [_whole("inner"), _whole("outer")], ALL_LOSSES),
+    "convolution": (_convolution, [_whole("0"), _whole("2")], ALL_LOSSES),
     "tied": (
         _tied,
         [Layer("tokens.weight", ("tokens.weight",), modules=("tokens", "head")), _whole("hidden"), _whole("positions")],
-        ["ce", "ce-ignore", "ce-ignore-sum"],
+        [*ALL_LOSSES, "ce-ignore", "ce-ignore-sum"],
     ),
     "transformer": (
         _transformer,
@@ -111,9 +112,9 @@ MODELS: dict[str, tuple[Build, list[Layer], list[str]]] = {
                 modules=("blocks.0.out", "blocks.1.out"),
             ),
         ],
-        ["ce", "mse"],
+        ALL_LOSSES,
     ),
-    "residual": (_residual, [_whole("stem"), _whole("conv"), _whole("head")], ["ce", "bce"]),
+    "residual": (_residual, [_whole("stem"), _whole("conv"), _whole("head")], ALL_LOSSES),
 }
 
 SETTINGS = {
