@@ -104,7 +104,7 @@ def _columns(grads: Tensor, *, draws: bool = False) -> ks.GradientStream:
 
 @pytest.mark.parametrize("name", ["shampoo2", "optimal", "identity"])
 def test_population_error_bars_cover_the_truth(name: str) -> None:
-    population, replications = Population(), 60 if name != "optimal" else 30
+    population, replications = Population(), 60
     truth, fit = population.cosine(name), ks.approx.get(name).fit
     values, errors, plug_ins = [], [], []
     for seed in range(replications):
@@ -116,10 +116,12 @@ def test_population_error_bars_cover_the_truth(name: str) -> None:
     off = (torch.tensor(values) - truth).abs()
     coverage = float((off <= 2 * torch.tensor(errors)).double().mean())
     assert 0.85 <= coverage <= 1.0
-    # wide enough, but no wider than the estimates really vary
-    assert 0.7 < float(torch.tensor(errors).mean() / torch.tensor(values).std()) < 2.0
+    # wide enough; with 40 samples the bars of the optimal product are wider than its estimates vary, by 1.67 here
+    spread = float(torch.tensor(values).std())
+    assert 0.7 < float(torch.tensor(errors).mean()) / spread < 1.75
     bias, plug_in_bias = (abs(float(torch.tensor(found).mean()) - truth) for found in (values, plug_ins))
-    assert bias < 0.4 * plug_in_bias or name == "identity"
+    # the plug-in of the identity happens to be unbiased on this population: there the estimate must be so too
+    assert bias < (3 * spread / math.sqrt(replications) if name == "identity" else 0.25 * plug_in_bias)
 
 
 def test_measure_gives_the_population_estimate() -> None:
