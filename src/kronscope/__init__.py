@@ -16,11 +16,12 @@ from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
-from kronscope.measures import Probes, Results, cosine, measure, measure_history
+from kronscope.measures import Fit, Probes, Results, cosine, measure, measure_fits, measure_history
 from kronscope.optim import SOAP, KLShampoo, Shampoo, param_groups
 
 __all__ = [
     "SOAP",
+    "Fit",
     "GradientHistory",
     "GradientStream",
     "KLShampoo",
@@ -33,6 +34,7 @@ __all__ = [
     "cosine",
     "errors",
     "measure",
+    "measure_fits",
     "measure_history",
     "param_groups",
 ]

@@ -306,7 +306,7 @@ def measure(
     """Measure a model of yours."""
     from kronscope import approx, figures
     from kronscope import measure as run_measure
-    from kronscope.measures.measure import DEFAULT_APPROXIMATIONS
+    from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
     from kronscope.paper.runs import Run
     from kronscope.targets import load_data, load_loss, load_model
 

@@ -581,7 +581,7 @@ def test_data_that_changes_between_sweeps_is_refused() -> None:
         ({"batch_size": 0}, r"batch_size must be a whole number of 1 or more, got 0"),
         ({"batch_size": 2.0}, r"batch_size must be a whole number"),
         ({"draws": 0}, r"draws must be a whole number"),
-        ({"max_samples": 0}, r"max_samples must be 1 or more"),
+        ({"max_samples": 0}, r"max_samples must be a whole number of 1 or more"),
         ({"estimator": "guess"}, r"estimator must be 'exact', 'probes'"),
         ({"estimator": "probes", "population": True}, r"population=True needs the exact estimator"),
         ({"details": ["everything"]}, r"details may be"),

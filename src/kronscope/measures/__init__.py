@@ -6,7 +6,8 @@ from kronscope.measures.adagrad import measure_history
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
-from kronscope.measures.measure import measure
+from kronscope.measures.fits import Fit
+from kronscope.measures.measure import measure, measure_fits
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, Resampler
 from kronscope.measures.results import Results
@@ -15,6 +16,7 @@ from kronscope.measures.rows import Detail, Row
 __all__ = [
     "Detail",
     "Estimate",
+    "Fit",
     "Probes",
     "Resampler",
     "Results",
@@ -25,6 +27,7 @@ __all__ = [
     "exponent_curve",
     "kronecker_spectrum",
     "measure",
+    "measure_fits",
     "measure_history",
     "relative_error",
 ]

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import platform
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from kronscope.approx import Approximation, get, several
-from kronscope.curvature import SecondMoment
-from kronscope.errors import MemoryBudgetError, OptionError
-from kronscope.gradients import GradientStream, LayerPlan, Recorder, resolve_layers
+from kronscope.approx import Approximation
+from kronscope.errors import OptionError
+from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
-from kronscope.measures.batches import batch_stream
-from kronscope.measures.budget import factor_bytes, parse_budget, sweeps
-from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
-from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.budget import parse_budget
+from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit, check_count
 from kronscope.measures.probes import Probes
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Detail, Row
+from kronscope.measures.work import TRUTHS, FitWork, Work
 
-__all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "measure"]
-
-DEFAULT_APPROXIMATIONS = ("optimal", "shampoo2", "shampoo", "kfac-reduce")
-DETAILS = ("spectrum", "exponents", "batch_sizes")
-_TRUTHS = {"gauss_newton": "exact", "empirical_fisher": "real"}
-_LABELS = ("exact", "sampled", "real")
-# Above this many columns and multiply-adds, exact labels give way to draws.
-_MANY_COLUMNS = 100
-_MANY_OPERATIONS = 1e11
-_MANY_PAIRS = 2e13
-_PILOT_DRAWS, _MOST_DRAWS = 8, 128
+__all__ = ["measure", "measure_fits"]
 
 
 def measure(
@@ -124,34 +108,113 @@ def measure(
     >>> [row.approximation for row in results]
     ['optimal', 'shampoo2', 'shampoo', 'kfac-reduce']
     """
-    probes = _checked_estimator(estimator, seed)
-    if truth not in _TRUTHS:
-        raise OptionError(f"truth must be one of {tuple(_TRUTHS)}, got {truth!r}.")
-    if labels is not None and labels not in _LABELS:
-        raise OptionError(f"labels must be one of {_LABELS} or None, got {labels!r}.")
-    counts: dict[str, Any] = {"batch_size": batch_size, "draws": draws}
-    for name, number in counts.items():
-        if not isinstance(number, int) or number < 1:
-            raise OptionError(f"{name} must be a whole number of 1 or more, got {number!r}.")
-    if max_samples is not None and max_samples < 1:
-        raise OptionError(f"max_samples must be 1 or more, got {max_samples}.")
-    if population and probes is not None:
+    fit = Fit(labels, batch_size, approximations, details, estimator)
+    return measure_fits(
+        model,
+        loss,
+        data,
+        [fit],
+        layers,
+        truth,
+        max_samples=max_samples,
+        seed=seed,
+        step=step,
+        progress=progress,
+        forward=forward,
+        draws=draws,
+        population=population,
+        memory_budget=memory_budget,
+        spectrum_rank=spectrum_rank,
+        accuracy=accuracy,
+        max_columns=max_columns,
+        replacement=replacement,
+        backend=backend,
+        verbose=verbose,
+    )[0]
+
+
+def measure_fits(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    fits: Sequence[Fit],
+    layers: Sequence[str] | str | None = None,
+    truth: str = "gauss_newton",
+    *,
+    max_samples: int | None = None,
+    seed: int = 0,
+    step: int = 0,
+    progress: bool = True,
+    forward: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    draws: int = 1,
+    population: bool = False,
+    memory_budget: int | str | None = None,
+    spectrum_rank: int = 8,
+    accuracy: float = 0.01,
+    max_columns: int | None = None,
+    replacement: bool = True,
+    backend: str = "auto",
+    verbose: bool = False,
+) -> tuple[Results, ...]:
+    r"""Measure several fits against one truth: the gradients are captured once, its norm and optimum taken once.
+
+    That is how to see the effect of labels, batch size and estimator. Put the results together with
+    :meth:`Results.merge`.
+
+    Args:
+        model: As for :func:`measure`, and so are all other arguments that are not listed here.
+        loss: The loss.
+        data: The data.
+        fits: What approximations are fitted on, and which ones.
+        layers: The layers.
+        truth: ``"gauss_newton"`` or ``"empirical_fisher"``.
+        max_samples: Use only the first samples.
+        seed: For drawn labels and probes.
+        step: The training step to write into the rows.
+        progress: Show a progress bar on a terminal.
+        forward: ``(model, inputs) -> outputs``.
+        draws: Label draws per sample for ``labels="sampled"``.
+        population: Answer for the population the samples came from, except in fits that are estimated with probes.
+        memory_budget: Bytes, or a text such as ``"2GiB"``.
+        spectrum_rank: Leading singular values in the ``"spectrum"`` detail.
+        accuracy: The standard error to reach where the truth itself is drawn.
+        max_columns: Draw the truth's labels above this many backward passes per sample.
+        replacement: Whether batches are drawn with replacement.
+        backend: ``"auto"``, ``"hooks"`` or ``"func"``.
+        verbose: Print how each layer is captured and contracted.
+
+    Returns:
+        One result for each fit, in their order.
+
+    Raises:
+        KronscopeError: as :func:`measure` does.
+
+    >>> import kronscope as ks
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    >>> data = [(torch.randn(16, 4), torch.randint(3, (16,)))]
+    >>> fits = [ks.Fit("real", size, ["shampoo2"]) for size in (1, 256)]
+    >>> one, many = ks.measure_fits(model, nn.CrossEntropyLoss(), data, fits, "0.weight", progress=False)
+    >>> one.rows[0].batch_size, many.rows[0].batch_size
+    (1, 256)
+    """
+    if truth not in TRUTHS:
+        raise OptionError(f"truth must be one of {tuple(TRUTHS)}, got {truth!r}.")
+    if not fits:
+        raise OptionError("fits is empty: give at least one Fit.")
+    check_count("draws", draws)
+    if max_samples is not None:
+        check_count("max_samples", max_samples)
+    if population and all(fit.probes(seed) is not None for fit in fits):
         raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
-    details = (details,) if isinstance(details, str) else details
-    if unknown := set(details) - set(DETAILS):
-        raise OptionError(f"details may be {DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
     if not accuracy > 0:
         raise OptionError(f"accuracy must be positive, got {accuracy}.")
-    work = _Work(
-        approximations=several(approximations),
+    work = Work(
+        fits=tuple(FitWork.of(fit, seed) for fit in fits),
         truth=truth,
-        labels=labels,
-        batch_size=batch_size,
         step=step,
         draws=draws,
         population=population,
-        probes=probes,
-        details=tuple(details),
         spectrum_rank=spectrum_rank,
         accuracy=accuracy,
         max_columns=max_columns,
@@ -189,229 +252,3 @@ def measure(
     finally:
         states.restore()
     return work.results()
-
-
-def _checked_estimator(estimator: str | Probes, seed: int) -> Probes | None:
-    if isinstance(estimator, Probes):
-        return estimator
-    if estimator not in ("exact", "probes"):
-        raise OptionError(f"estimator must be 'exact', 'probes' or a Probes object, got {estimator!r}.")
-    return Probes(seed=seed) if estimator == "probes" else None
-
-
-@dataclass
-class _Work:
-    """One call of :func:`measure`: what was asked, how it is done, and what is there so far."""
-
-    approximations: tuple[Approximation, ...]
-    truth: str
-    labels: str | None
-    batch_size: int
-    step: int
-    draws: int
-    population: bool
-    probes: Probes | None
-    details: tuple[str, ...]
-    spectrum_rank: int
-    accuracy: float
-    max_columns: int | None
-    replacement: bool
-    seed: int
-    budget: int
-    rows: list[Row] = field(default_factory=list)
-    curves: list[Detail] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    partial: bool = False
-    truth_draws: int | None = None
-    tell: Callable[[str], object] = lambda text: None
-
-    # ------------------------------------------------------------------ planning
-
-    def fitting(self, specs: Sequence[Any], *, by_name: bool) -> list[Any]:
-        """Leave out layers whose factors do not fit the budget; by name, that is an error."""
-        kept = []
-        for spec in specs:
-            needed = factor_bytes(spec.shape)
-            if needed <= self.budget:
-                kept.append(spec)
-                continue
-            m, n = spec.shape
-            text = (
-                f"layer {spec.name!r} ({m} x {n}) needs {_size(needed)} for its factors, the memory budget is "
-                f"{_size(self.budget)}; raise memory_budget"
-            )
-            if m > n:
-                text += f", or measure a range of its rows such as '{spec.name}[0:{max(1, m // 4)}]'"
-            if by_name:
-                raise MemoryBudgetError(f"{text}.")
-            warnings.warn(f"skipped: {text}.", stacklevel=3)
-            self.notes.append(f"skipped: {text}")
-        if not kept:
-            raise MemoryBudgetError(f"no layer fits the memory budget of {_size(self.budget)}; raise memory_budget.")
-        return kept
-
-    def begin(self, recorder: Recorder, parameters: int, was_training: bool) -> None:
-        """Decide how the truth is computed and write down what was asked."""
-        columns = recorder.exact_columns
-        many = self._costly(recorder, parameters) if self.max_columns is None else columns > self.max_columns
-        if self.truth == "gauss_newton" and many:
-            self.truth_draws = _PILOT_DRAWS
-        mode = "eval mode"
-        mode += (
-            " (the model came in training mode; dropout and batch statistics are off, modes are restored)"
-            * was_training
-        )
-        self.settings = {
-            "truth": self.truth,
-            "labels": self.fit_labels,
-            "batch_size": self.batch_size,
-            "samples": recorder.num_samples,
-            "approximations": [approximation.name for approximation in self.approximations],
-            "seed": self.seed,
-            "draws": self.draws,
-            "population": self.population,
-            "estimator": "exact" if self.probes is None else "probes",
-            "probes": None if self.probes is None else self.probes.count,
-            "measured in": mode,
-            "batches drawn": "with replacement" if self.replacement else "without replacement",
-            "exact columns per sample": columns,
-            "memory budget": _size(self.budget),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        if recorder.unreached:
-            text = f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"
-            warnings.warn(f"{text}.", stacklevel=3)
-            self.notes.append(text)
-
-    def _costly(self, recorder: Recorder, parameters: int) -> bool:
-        """Whether exact labels cost so much that draws are the better answer."""
-        columns, samples = recorder.exact_columns, recorder.num_samples
-        if columns <= _MANY_COLUMNS:
-            return False
-        largest = max(spec.shape[0] * spec.shape[1] for spec in recorder.specs)
-        return columns * samples * parameters > _MANY_OPERATIONS or (columns * samples) ** 2 * largest > _MANY_PAIRS
-
-    @property
-    def fit_labels(self) -> str:
-        """The labels the rows report."""
-        if self.labels is None:
-            return "sampled" if self.truth_draws is not None else _TRUTHS[self.truth]
-        return "sampled" if self.labels == "exact" and self.truth_draws is not None else self.labels
-
-    @property
-    def _fits_are_truths(self) -> bool:
-        """Whether the approximations are fitted on the very atoms of the truth."""
-        own = _TRUTHS[self.truth]
-        fit = self.labels or own
-        return fit == own or (self.truth_draws is not None and fit == "sampled")
-
-    def plans(self, recorder: Recorder) -> list[LayerPlan]:
-        """How the truth's atoms of each layer are captured."""
-        if self.truth_draws is not None:
-            return recorder.plan("sampled", self.truth_draws)
-        return recorder.plan(_TRUTHS[self.truth])
-
-    # ------------------------------------------------------------------ doing
-
-    def run(self, recorder: Recorder, bar: Bar) -> None:
-        """Capture and measure, group by group of layers that share a sweep."""
-        if self.truth_draws is not None:
-            self.truth_draws = self._chosen_draws(recorder, bar)
-            self.notes.append(
-                f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from "
-                f"{self.truth_draws} label draws per sample, standard errors included"
-            )
-        plans = self.plans(recorder)
-        self.settings["capture"] = {plan.name: str(plan) for plan in plans}
-        sizes = {plan.name: plan.bytes for plan in plans}
-        if not self._fits_are_truths:
-            for plan in recorder.plan(self.labels or _TRUTHS[self.truth], self.draws):
-                sizes[plan.name] += plan.bytes
-        for names, cache in sweeps(sizes, recorder.num_samples, self.budget):
-            self._measure_group(recorder, bar, names, cache)
-
-    def _streams(self, recorder: Recorder, bar: Bar, names: list[str], cache: bool) -> dict[str, LayerStreams]:
-        own = _TRUTHS[self.truth]
-        drawn = self.truth_draws is not None
-        bar.begin(f"gradients of {len(names)} layer{'s' * (len(names) > 1)}", recorder.num_samples)
-        truths = (
-            recorder.streams("sampled", draws=self.truth_draws or 1, names=names, cache=cache)
-            if drawn
-            else recorder.streams(own, names=names, cache=cache)
-        )
-        fit = self.labels or own
-        if self._fits_are_truths:
-            fits = truths
-        else:
-            bar.begin(f"gradients with {fit} labels", recorder.num_samples)
-            # other draws than the truth's
-            fits = recorder.streams(fit, draws=self.draws, names=names, cache=cache, seed=self.seed + 1)
-        resample = "samples" if self.population else "draws" if drawn else "drawn fit" if fit == "sampled" else None
-        if self.probes is not None:
-            resample = None
-        note = f"truth from {self.truth_draws} label draws per sample" if drawn else ""
-        keep = self.budget // (4 * len(names))
-        for stream in (*truths.values(), *fits.values()):
-            stream.keep_bytes = keep
-        own_labels = drawn and self.labels in (None, "exact")
-        return {name: LayerStreams(truths[name], fits[name], resample, note, own_labels=own_labels) for name in names}
-
-    def _measure_group(self, recorder: Recorder, bar: Bar, names: list[str], cache: bool) -> None:
-        streams = self._streams(recorder, bar, names, cache)
-        bar.begin("measuring", len(names) * (len(self.approximations) + len(self.details)))
-        for name in names:
-            layer = streams.pop(name)
-            form = str(SecondMoment(layer.truth).plan())
-            self.settings.setdefault("contraction", {})[name] = form
-            self.tell(f"{name}: {form}\n")
-            labels = self.fit_labels
-            condition = Condition(name, self.step, self.truth, labels, self.batch_size, recorder.num_samples)
-            bar.say(f"measuring {name}")
-            for row in layer_rows(
-                layer,
-                condition,
-                self.approximations,
-                replacement=self.replacement,
-                probes=self.probes,
-                done=lambda _: bar.step(),
-            ):
-                self.rows.append(row)
-            for kind in self.details:
-                values = self._curve(kind, layer.truth, layer.fitted)
-                self.curves.append(Detail(name, self.step, self.truth, labels, self.batch_size, kind, values))
-                bar.step()
-
-    def _curve(self, kind: str, truth: GradientStream, fitted: GradientStream) -> dict[str, Any]:
-        if kind == "spectrum":
-            return kronecker_spectrum(truth, self.spectrum_rank)
-        if kind == "exponents":
-            batches = batch_stream(fitted, self.batch_size, replacement=self.replacement, labels=self.fit_labels)
-            return exponent_curve(truth, batches)
-        return batch_size_curve(
-            truth, fitted, self.approximations, replacement=self.replacement, labels=self.fit_labels
-        )
-
-    def _chosen_draws(self, recorder: Recorder, bar: Bar) -> int:
-        """Measure with a few draws, and see how many it takes for the accuracy asked for."""
-        worst = 0.0
-        smallest = min(self.plans(recorder), key=lambda plan: plan.shape[0] * plan.shape[1]).name
-        streams = self._streams(recorder, bar, [smallest], cache=True)[smallest]
-        condition = Condition(smallest, self.step, self.truth, "sampled", 1, recorder.num_samples)
-        for row in layer_rows(streams, condition, [get("shampoo2"), get("shampoo")]):
-            worst = max(worst, row.stderr if row.stderr == row.stderr else 0.0)
-        needed = _PILOT_DRAWS * (worst / self.accuracy) ** 2
-        return int(min(max(_PILOT_DRAWS, -(-needed // 1)), _MOST_DRAWS, max(recorder.exact_columns, _PILOT_DRAWS)))
-
-    def results(self) -> Results:
-        """What is there."""
-        notes = {"notes": self.notes} if self.notes else {}
-        return Results(self.rows, self.curves, {**self.settings, **notes}, self.partial)
-
-
-def _size(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} bytes"

@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronscope.gradients.history import GradientHistory
-from kronscope.measures import Results, measure, measure_history
+from kronscope.measures import Results, measure_fits, measure_history
 from kronscope.measures.probes import Probes
 from kronscope.measures.schema import dumps, loads
 from kronscope.paper.data import Dataset
 from kronscope.paper.models import logits
-from kronscope.paper.plans import Fit, Plan
+from kronscope.paper.plans import Plan
 from kronscope.paper.runs import Run
 from kronscope.paper.scale import Settings
 from kronscope.paper.training import Progress, Stateful, train
@@ -129,40 +129,35 @@ class _Experiment:
 
     def measure_step(self, step: int, model: nn.Module) -> None:
         """Measure against the Gauss–Newton matrix; what a killed run had measured is not measured again."""
+        fits, names = (
+            list(self.plan.gauss_newton),
+            [f"gauss_newton-{i}-{step}" for i in range(len(self.plan.gauss_newton))],
+        )
+        if self.options.probes:
+            probes = Probes(self.options.probes, seed=self.settings.seed + step)
+            fits += [replace(fit, estimator=probes, details=()) for fit in self.plan.gauss_newton]
+            names += [f"probes-{i}-{step}" for i in range(len(self.plan.gauss_newton))]
+        if all(self.run.stored(name) is not None for name in names):
+            return
         data = self.dataset.sample(self.settings.samples, self.settings.seed)
-        loss = self.settings.definition.loss().to(self.settings.device)
-        for index, fit in enumerate(self.plan.gauss_newton):
-            name = f"gauss_newton-{index}-{step}"
-            if self.run.stored(name) is None:
-                self._store(name, self._measured(model, loss, data, fit, step, "exact"))
-            if self.options.probes and self.run.stored(f"probes-{index}-{step}") is None:
-                probes = Probes(self.options.probes, seed=self.settings.seed + step)
-                self._store(f"probes-{index}-{step}", self._measured(model, loss, data, fit, step, probes))
-
-    def _measured(
-        self, model: nn.Module, loss: nn.Module, data: Any, fit: Fit, step: int, estimator: str | Probes
-    ) -> Results:
-        exact = estimator == "exact"
-        return measure(
+        measured = measure_fits(
             model,
-            loss,
+            self.settings.definition.loss().to(self.settings.device),
             data,
-            layers=list(self.names),
-            labels=None if fit.labels == "exact" else fit.labels,
-            batch_size=fit.batch_size,
-            approximations=fit.approximations,
+            fits,
+            list(self.names),
             seed=self.settings.seed,
             step=step,
             forward=logits,
             draws=self.options.draws,
-            population=self.options.population and exact,
-            estimator=estimator,
+            population=self.options.population,
             memory_budget=self.options.memory_budget,
-            details=fit.details if exact else (),
             # the figure shows singular values beyond the first after the last step only
             spectrum_rank=8 if step == self.settings.measure_at[-1] else 1,
             progress=self.show_bars,
         )
+        for name, results in zip(names, measured, strict=True):
+            self._store(name, results)
 
     def _store(self, name: str, results: Results) -> None:
         if results.partial:

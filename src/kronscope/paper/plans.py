@@ -8,31 +8,14 @@ from typing import TYPE_CHECKING
 
 from kronscope import approx, figures
 from kronscope.errors import OptionError
-from kronscope.measures import Results
+from kronscope.measures import Fit, Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Fit", "Plan", "get", "names"]
+__all__ = ["Plan", "get", "names"]
 
 _SHAMPOOS = ("optimal", "shampoo2", "shampoo")
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One measurement against the Gauss–Newton matrix.
-
-    Args:
-        labels: What the approximations are fitted on.
-        batch_size: The B of the batch lemmas.
-        approximations: Which ones.
-        details: Curves to compute beside the cosines.
-    """
-
-    labels: str
-    batch_size: int
-    approximations: tuple[str, ...]
-    details: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
