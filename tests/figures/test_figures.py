@@ -141,6 +141,8 @@ def test_figure_1_has_two_rows_and_three_lines() -> None:
     assert lines(panels[3])["Optimal Kronecker"] == cosines_of(given["CIFAR"], "optimal", synthetic.ADAGRAD)
     assert legend(figure) == ["Optimal Kronecker", "Shampoo²", "Shampoo", ERROR_NOTE]
     assert panels[0].get_ylim() == panels[3].get_ylim()
+    # Adagrad's row has no step 0, and is drawn below the same steps nevertheless
+    assert panels[0].get_xlim() == panels[2].get_xlim()
 
 
 def test_figure_1_takes_exact_labels_before_others() -> None:

@@ -215,6 +215,8 @@ def step_axis(axes: Axes, *, label: bool = True) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(text))
+    # panels above each other share the axis, and each keeps its numbers
+    axes.tick_params(labelbottom=True)
     if label:
         axes.set_xlabel("step", fontsize=9, color=INK)
 

@@ -68,7 +68,7 @@ def comparison(
     limits = canvas.cosine_limits(row.cosine for row in everything)
     columns = len(titles)
     figure = canvas.new_figure(max(2.9 * columns + 0.4, 4.2), 2.15 * len(chosen) + 0.75)
-    grid = figure.subplots(len(chosen), columns, squeeze=False, sharey=True)
+    grid = figure.subplots(len(chosen), columns, squeeze=False, sharex="col", sharey=True)
     for y, (name, panels) in enumerate(chosen.items()):
         for x, panel in enumerate(panels):
             axes = grid[y, x]

@@ -56,7 +56,8 @@ def figure2(columns: Mapping[str, Results], leading: int = 12) -> Figure:
     if not lines:
         raise OptionError("Figure 2 needs spectra, but there are none; measure with details=('spectrum',).")
     figure = canvas.new_figure(max(5.0 * len(columns) + 0.3, 5.6), 2.25 * len(lines) + 0.85)
-    grid = figure.subplots(len(lines), 2 * len(columns), squeeze=False, width_ratios=[1.25, 1] * len(columns))
+    widths = [1.25, 1] * len(columns)
+    grid = figure.subplots(len(lines), 2 * len(columns), squeeze=False, sharex="col", width_ratios=widths)
     values = [item.number(curve) for spectra in lines.values() for line in spectra for item in line for curve in CURVES]
     limits = canvas.cosine_limits(values)
     for y, (name, line) in enumerate(lines.items()):
