@@ -19,8 +19,10 @@ from kronscope.measures.cosines import cosine
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
 
 # What leading singular values beyond the first may cost in multiply-adds, and the passes over the data each one takes.
+# Two beyond the first are computed at any cost: they show whether the first stands out.
 _SPECTRUM_OPERATIONS = 2e12
 _USUAL_PASSES = 40
+_LEAST_RANK = 3
 
 EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(41))
 
@@ -30,8 +32,8 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
 
     Args:
         stream: The truth.
-        rank: How many leading singular values; 1 leaves out all but the curves. Fewer are computed where each costs
-            much: a pass over a large layer for every one of them in every round.
+        rank: How many leading singular values; 1 leaves out all but the curves. Fewer, but three, are computed where
+            each costs much: a pass over a large layer for every one of them in every round.
 
     Returns:
         ``ratio`` :math:`\sigma_1/\|\sigma\|` (the optimal cosine), ``left`` and ``right`` (the cosine between the first
@@ -49,7 +51,8 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
         for gram, vector in zip(grams, (first_left, first_right), strict=True)
     ]
     sigma, lefts, rights = [best.sigma], first_left[None], first_right[None]
-    rank = min(rank, int(_SPECTRUM_OPERATIONS // (_USUAL_PASSES * moment.contraction_cost())))
+    affordable = int(_SPECTRUM_OPERATIONS // (_USUAL_PASSES * moment.contraction_cost()))
+    rank = min(rank, max(affordable, _LEAST_RANK))
     if rank > 1:
         triples = singular_triples(moment, rank, tolerance=1e-6, max_rounds=200)
         sigma, lefts, rights = triples.sigma.tolist(), triples.left, triples.right
