@@ -3,7 +3,7 @@
     python benchmarks/reproduction.py collect RUN [RUN ...]   # copy results and pictures of run folders
     python benchmarks/reproduction.py tables                  # write the tables of the document from the records
 
-A table stands between `<!-- table KIND WORKLOAD [TRUTH] -->` and `<!-- end -->` in the document; a test checks that
+A table stands between `<!-- table KIND RUN [TRUTH] -->` and `<!-- end -->` in the document; a test checks that
 every one of them is what the records give.
 """
 
@@ -33,12 +33,12 @@ def collect(folders: Iterable[Path]) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         results = Results.load(folder / "results.json")
-        workload = results.settings["workload"]
-        results.save(RECORDS / f"{workload}.json")
+        name = folder.resolve().name
+        results.save(RECORDS / f"{name}.json")
         if (folder / "probes.json").exists():
-            Results.load(folder / "probes.json").save(RECORDS / f"{workload}-probes.json")
+            Results.load(folder / "probes.json").save(RECORDS / f"{name}-probes.json")
         for picture in sorted(folder.glob("*.png")):
-            shutil.copyfile(picture, PICTURES / f"{workload}-{picture.name}")
+            shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
