@@ -10,12 +10,12 @@ from kronscope.measures import Detail, Results
 TOLERANCE = 1e-9
 
 
-def assert_same_numbers(ours: Results, theirs: Results) -> None:
+def assert_same_numbers(ours: Results, theirs: Results, tolerance: float = TOLERANCE) -> None:
     assert len(ours.rows) == len(theirs.rows) > 0
     for one, two in zip(ours.rows, theirs.rows, strict=True):
         assert (one.key, one.samples, one.note) == (two.key, two.samples, two.note)
         for name in ("cosine", "stderr"):
-            assert getattr(one, name) == pytest.approx(getattr(two, name), abs=TOLERANCE, nan_ok=True), one
+            assert getattr(one, name) == pytest.approx(getattr(two, name), abs=tolerance, nan_ok=True), one
     assert len(ours.details) == len(theirs.details)
     for curve, other in zip(ours.details, theirs.details, strict=True):
         assert_same_curve(curve, other)
