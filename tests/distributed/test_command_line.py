@@ -7,10 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import kronscope as ks
+from kronscope.gradients.shards import Shards
+from kronscope.launch import is_first, process_group
+from kronscope.paper import plans
+from kronscope.paper.experiment import run_experiment
+from kronscope.paper.scale import scaled
+from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
 
 # Parameters are float32, and per-sample gradients depend in the last digits on which samples share a batch; what is
@@ -20,24 +28,28 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-p
 _PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "41", "--measure-at", "0,2,4")
 
 
-def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, "-m", "kronscope", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *_TORCHRUN, "-m", "kronscope", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
 def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
-    ended = run(tmp_path, *_PAPER, "--out", "one")
-    assert ended.returncode == 0, ended.stderr
-    ended = run(tmp_path, *_PAPER, "--out", "two", launcher=_TORCHRUN)
+    ended = launched(tmp_path, *_PAPER, "--out", "two")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Written:") == 1
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "table.csv"):
         assert (tmp_path / "two" / name).stat().st_size > 0, name
-    one, two = (ks.Results.load(tmp_path / name / "results.json") for name in ("one", "two"))
-    assert_same_numbers(two, one, tolerance=TOLERANCE)
+    settings = scaled("digits-linear", steps=4, samples=41, measure_at=[0, 2, 4])
+    one = run_experiment(plans.get("figure1"), settings, settings.load_data(), tmp_path / "one", show_bars=False)
+    assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)
     parts = {path.name for path in (tmp_path / "two" / "history").iterdir()}
     assert parts == {"process-0-of-2", "process-1-of-2"}
     # as a kill after the second step would leave it
@@ -46,31 +58,46 @@ def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
         (tmp_path / "two" / name).unlink()
     (last,) = (tmp_path / "two" / "checkpoints").glob("step-00000004-*")
     last.unlink()
-    again = run(tmp_path, *_PAPER, "--out", "two", "--resume", launcher=_TORCHRUN)
+    again = launched(tmp_path, *_PAPER, "--out", "two", "--resume")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "two" / "results.json").read_bytes() == before
 
 
 def test_a_model_of_ones_own_on_two_processes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    torch.save({"inputs": torch.randn(21, 4), "targets": torch.randint(3, (21,))}, tmp_path / "data.pt")
-    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "weights.pt")
+    inputs, targets, model = torch.randn(21, 4), torch.randint(3, (21,)), nn.Linear(4, 3)
+    torch.save({"inputs": inputs, "targets": targets}, tmp_path / "data.pt")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "mine.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(4, 3)\n")
     arguments = ("measure", "mine:build", "--data", "data.pt", "--checkpoint", "weights.pt", "--labels", "sampled")
-    one = run(tmp_path, *arguments, "--out", "one")
-    two = run(tmp_path, *arguments, "--out", "two", launcher=_TORCHRUN)
-    assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    results = [ks.Results.load(tmp_path / name / "results.json") for name in ("two", "one")]
-    assert_same_numbers(results[0], results[1], tolerance=TOLERANCE)
-    refused = run(tmp_path, *arguments, "--out", "two", launcher=_TORCHRUN)
-    assert refused.returncode != 0
-    assert "already holds a" in refused.stderr
+    ended = launched(tmp_path, *arguments, "--out", "two")
+    assert ended.returncode == 0, ended.stderr
+    one = ks.measure(model, nn.CrossEntropyLoss(), [(inputs, targets)], labels="sampled", progress=False)
+    assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)
 
 
-def test_a_launchers_environment_alone_does_no_harm() -> None:
-    """A variable that some scheduler left behind says nothing about how processes would meet."""
-    environment = {**os.environ, "WORLD_SIZE": "2"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "kronscope", "--version"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.strip() == ks.__version__
+def test_a_variable_that_a_scheduler_left_behind_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about how processes would meet."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with process_group():
+        assert not dist.is_initialized()
+    assert is_first()
+
+
+def test_parts_of_data_are_all_of_it() -> None:
+    data = [({"x": torch.arange(3.0)}, torch.arange(3)), ({"x": torch.arange(3.0, 8.0)}, torch.arange(3, 8))]
+
+    class Third:
+        size = 3
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        part_of = Shards.part_of
+
+    parts = [own_part(data, Third(rank)) for rank in range(3)]  # type: ignore[arg-type]
+    pairs = [pair for part in parts for pair in part]
+    assert torch.cat([inputs["x"] for inputs, _ in pairs]).tolist() == list(range(8))
+    assert torch.cat([targets for _, targets in pairs]).tolist() == list(range(8))
