@@ -368,7 +368,7 @@ def measure(
     fresh = not target.exists()
     try:
         # the folder is taken before the work, so that nothing is measured that cannot be kept
-        with start_run(target, asked, False, shards) as run:
+        with start_run(target, asked, None, shards) as run:
             results = run_measure(
                 network,
                 criterion,
