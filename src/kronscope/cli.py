@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kronscope.errors import KronscopeError, OptionError
+from kronscope.launch import is_first, process_group
 
 __all__ = ["app", "main"]
 
@@ -35,11 +37,16 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; errors meant for people end it with one line and exit code 2."""
+    """Run the command line; errors meant for people end it with one line and exit code 2.
+
+    Started by torchrun, all processes work on one run, and the first one writes.
+    """
     try:
-        app()
+        with process_group():
+            app()
     except KronscopeError as error:
-        sys.stderr.write(f"kronscope: {error}\n")
+        name = "kronscope" if is_first() else f"kronscope (process {os.environ['RANK']})"
+        sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(2) from None
     except SystemExit as end:
         # typer turns Ctrl-C into this
@@ -76,13 +83,15 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
     """Figure 1 on embedded data: three small models, table, picture and report, in under two minutes."""
+    if not is_first():
+        return  # it is small enough for one
     from kronscope.paper import plans
     from kronscope.paper.experiment import Options
     from kronscope.paper.outputs import prefixed, write_outputs
     from kronscope.paper.runs import Run
     from kronscope.paper.scale import scaled
 
-    console = Console()
+    console = _console()
     target = _unused(Path("runs/demo")) if out is None else out
     plan = plans.get("figure1")
     titles, found = {}, {}
@@ -91,7 +100,9 @@ def demo(
             settings = scaled(name, seed=seed)
             dataset = settings.load_data()
             console.print(f"[bold]{settings.definition.title}[/bold]: {settings.steps} steps", highlight=False)
-            results = _conducted(plan, settings, dataset, target / name, Options(), resume=False, console=console)
+            results = _conducted(
+                plan, settings, dataset, target / name, Options(), resume=False, console=console, distributed=False
+            )
             titles[name] = settings.definition.title
             found[name] = results
         everything = prefixed(found)
@@ -177,13 +188,14 @@ def _paper_command(figure: str) -> Callable[..., None]:
 
 
 def _paper(figure: str, asked: _PaperArguments) -> None:
+    from kronscope.gradients.shards import find_shards, together
     from kronscope.measures import Results
     from kronscope.paper import plans
     from kronscope.paper.experiment import Options
     from kronscope.paper.outputs import columns_of, write_outputs
     from kronscope.paper.scale import scaled
 
-    console = Console()
+    console = _console()
     if asked.labels not in ("exact", "sampled"):
         raise OptionError(
             f"--labels must be exact or sampled, got {asked.labels!r}; figure3 is the one with real labels."
@@ -201,8 +213,13 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
         seed=asked.seed,
         device=asked.device,
     )
-    dataset = settings.load_data(asked.data_dir, download=asked.download)
-    settings = settings.on(dataset)
+    shards = find_shards(None)
+    if shards is not None and asked.download:
+        # the others find what the first one has fetched
+        shards.by_first(lambda: len(settings.load_data(asked.data_dir, download=True)))
+    with together(shards):
+        dataset = settings.load_data(asked.data_dir, download=asked.download)
+        settings = settings.on(dataset)
     target = asked.out or Path("runs") / f"{figure}-{asked.workload}"
     console.print(f"[bold]{settings.definition.title}[/bold] on {dataset.title}", highlight=False)
     for line in settings.cuts or ("nothing was cut",):
@@ -211,6 +228,8 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
         console.print(f"  note: {line}", highlight=False)
     options = Options(asked.draws, asked.probes, asked.population, asked.memory_budget)
     results = _conducted(plan, settings, dataset, target, options, resume=asked.resume, console=console)
+    if not is_first():
+        return
     title = settings.definition.title
     written = write_outputs(plan, columns_of({title: results}), results, target)
     console.print(results)
@@ -232,7 +251,15 @@ for _name, _help in (
 
 
 def _conducted(
-    plan: Any, settings: Any, dataset: Any, target: Path, options: Any, *, resume: bool, console: Console
+    plan: Any,
+    settings: Any,
+    dataset: Any,
+    target: Path,
+    options: Any,
+    *,
+    resume: bool,
+    console: Console,
+    distributed: bool | None = None,
 ) -> Any:
     """Run an experiment under a progress bar for training; measurements show their own."""
     from kronscope.measures.progress import Bar
@@ -242,7 +269,7 @@ def _conducted(
 
     def training() -> Bar:
         if not bars:
-            bar = Bar(console.is_terminal).__enter__()
+            bar = Bar(console.is_terminal and is_first()).__enter__()
             bar.begin("training", settings.steps)
             bars.append(bar)
         return bars[0]
@@ -270,6 +297,7 @@ def _conducted(
             progress=progress,
             measuring=measuring,
             show_bars=console.is_terminal,
+            distributed=distributed,
         )
     finally:
         stop()
@@ -306,11 +334,12 @@ def measure(
     """Measure a model of yours."""
     from kronscope import approx, figures
     from kronscope import measure as run_measure
+    from kronscope.gradients.shards import find_shards, together
     from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
-    from kronscope.paper.runs import Run
-    from kronscope.targets import load_data, load_loss, load_model
+    from kronscope.paper.shared import start_run
+    from kronscope.targets import load_data, load_loss, load_model, own_part
 
-    console = Console()
+    console = _console()
     names = approx.names() if "all" in (approximation or ()) else tuple(approximation or DEFAULT_APPROXIMATIONS)
     asked = {
         "model": model,
@@ -329,13 +358,17 @@ def measure(
         "seed": seed,
         "step": step,
     }
-    network = load_model(model, checkpoint)
-    batches = load_data(data)
-    target = _unused(Path("runs/measure")) if out is None else out
-    criterion, fresh = load_loss(loss), not target.exists()
+    shards = find_shards(None)
+    with together(shards):
+        network = load_model(model, checkpoint)
+        batches = own_part(load_data(data), shards)
+        criterion = load_loss(loss)
+    default = Path("runs/measure")
+    target = out or (_unused(default) if shards is None else shards.by_first(lambda: _unused(default)))
+    fresh = not target.exists()
     try:
         # the folder is taken before the work, so that nothing is measured that cannot be kept
-        with Run.create(target, asked) as run:
+        with start_run(target, asked, None, shards) as run:
             results = run_measure(
                 network,
                 criterion,
@@ -358,18 +391,19 @@ def measure(
             )
             if not results.rows:
                 raise KeyboardInterrupt
-            written = [results.save(run.results_path)]
-            written += [
-                figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")
-            ]
-            written.append(results.report(target / "report.html"))
+            if is_first():
+                written = [results.save(run.results_path)]
+                written += [
+                    figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")
+                ]
+                written.append(results.report(target / "report.html"))
+                console.print(results)
+                _say_where(console, written)
             run.finish()
     except BaseException:
-        if fresh and not (target / "results.json").exists():
+        if fresh and is_first() and not (target / "results.json").exists():
             shutil.rmtree(target, ignore_errors=True)  # so that the same command can be given again
         raise
-    console.print(results)
-    _say_where(console, written)
 
 
 @app.command()
@@ -381,6 +415,8 @@ def report(
     title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
 ) -> None:
     """Write the interactive report of finished runs: one HTML file that needs no network."""
+    if not is_first():
+        return
     from kronscope.measures import Results
     from kronscope.report import write_report
 
@@ -391,10 +427,14 @@ def report(
     several = dict(zip(names, loaded, strict=True))
     target = out or files[0].parent / "report.html"
     write_report(loaded[0] if len(loaded) == 1 else several, target, title=title)
-    _say_where(Console(), [target])
+    _say_where(_console(), [target])
 
 
 # ---------------------------------------------------------------------- helpers
+
+
+def _console() -> Console:
+    return Console(quiet=not is_first())
 
 
 def _numbers(text: str) -> list[int]:

@@ -10,6 +10,7 @@ __all__ = [
     "ConformanceError",
     "ConvergenceError",
     "DataError",
+    "DistributedError",
     "GradientError",
     "KronscopeError",
     "LabelError",
@@ -94,6 +95,10 @@ class GradientError(KronscopeError, RuntimeError):
 
 class StateError(KronscopeError, ValueError):
     """An optimizer's state is not there yet, or a saved one does not fit the model."""
+
+
+class DistributedError(KronscopeError, RuntimeError):
+    """Processes that work together were called differently, or one of them failed or did not come."""
 
 
 class ConformanceError(KronscopeError, AssertionError):

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from kronscope.errors import DataError, ModelError, OptionError
+from kronscope.gradients.data import map_tensors
+from kronscope.gradients.shards import Shards
 
-__all__ = ["load_data", "load_loss", "load_model", "load_object"]
+__all__ = ["load_data", "load_loss", "load_model", "load_object", "own_part"]
 
 _LOSSES = {"cross-entropy": nn.CrossEntropyLoss, "mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss}
 _BATCH = 256
@@ -106,3 +108,31 @@ def load_data(target: str) -> Any:
         raise DataError(f"{path} must hold 'inputs' and 'targets' (or 'x' and 'y'), or a pair of tensors.")
     inputs, targets = pair
     return [(inputs[at : at + _BATCH], targets[at : at + _BATCH]) for at in range(0, len(inputs), _BATCH)]
+
+
+def own_part(batches: Any, shards: Shards | None) -> Any:
+    """Of batches that every process has in full, the samples this process measures; all for a process alone.
+
+    Raises:
+        DataError: There are fewer samples than processes.
+    """
+    if shards is None or hasattr(batches, "__next__"):
+        return batches  # what can be iterated only once is refused by whoever measures
+    try:
+        counts = [len(targets) for _, targets in batches]
+    except (TypeError, ValueError):
+        return batches  # and so is what is not made of pairs
+    part = shards.part_of(sum(counts))
+    if not part:
+        raise DataError(f"The data has {sum(counts)} samples for {shards.size} processes; each needs one at least.")
+    own, first = [], 0
+    for (inputs, targets), count in zip(batches, counts, strict=True):
+        start, stop = max(part.start - first, 0), min(part.stop - first, count)
+        if start < stop:
+            own.append((_cut(inputs, start, stop), targets[start:stop]))
+        first += count
+    return own
+
+
+def _cut(inputs: Any, start: int, stop: int) -> Any:
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, inputs)

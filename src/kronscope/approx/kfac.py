@@ -94,24 +94,31 @@ def kfac_factors(stream: GradientStream, *, reduce: bool) -> tuple[PsdFactor, Ps
     key = ("kfac", reduce)
     if key not in stream.memo:
         m, n = stream.shape
-        left, right = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
-        total = 0.0
-        for atoms in stream:
-            if not isinstance(atoms, FactoredAtoms):
-                raise NotFactoredError(
-                    "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
-                    "layer that is captured whole, or a training run's batch gradients)."
-                )
-            inputs = torch.tensor(atoms.row_inputs, dtype=torch.bool, device=atoms.weights.device)
-            sides = ((atoms.row_factors, inputs), (atoms.col_factors, ~inputs))
-            moments = [_both_ways(side, known, atoms.weights, reduce, stream.draws) for side, known in sides]
-            left, right = left.to(moments[0]) + moments[0], right.to(moments[1]) + moments[1]
-            both = 1 if len(inputs) else min(atoms.row_factors.shape[1], atoms.col_factors.shape[1])
-            total += float(atoms.weights.sum()) * both
+        left, right, total = stream.sums(lambda: _moments(stream, reduce), [(m, m), (n, n), ()])
         # an average over samples on one side, so that K is of the first degree in the weights, as H is
-        stream.memo[key] = (PsdFactor(left), PsdFactor(right / total if total > 0 else right))
+        stream.memo[key] = (PsdFactor(left), PsdFactor(right / total if float(total) > 0 else right))
     factors: tuple[PsdFactor, PsdFactor] = stream.memo[key]
     return factors
+
+
+def _moments(stream: GradientStream, reduce: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Both sides' moments, and the weight they are made of."""
+    m, n = stream.shape
+    left, right = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+    total = 0.0
+    for atoms in stream:
+        if not isinstance(atoms, FactoredAtoms):
+            raise NotFactoredError(
+                "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
+                "layer that is captured whole, or a training run's batch gradients)."
+            )
+        inputs = torch.tensor(atoms.row_inputs, dtype=torch.bool, device=atoms.weights.device)
+        sides = ((atoms.row_factors, inputs), (atoms.col_factors, ~inputs))
+        moments = [_both_ways(side, known, atoms.weights, reduce, stream.draws) for side, known in sides]
+        left, right = left.to(moments[0]) + moments[0], right.to(moments[1]) + moments[1]
+        both = 1 if len(inputs) else min(atoms.row_factors.shape[1], atoms.col_factors.shape[1])
+        total += float(atoms.weights.sum()) * both
+    return left, right, torch.tensor(total, dtype=torch.float64)
 
 
 def _both_ways(factors: Tensor, inputs: Tensor, weights: Tensor, reduce: bool, draws: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
 from kronscope.curvature.pairs import assembled_kernels, pair_squares
 from kronscope.curvature.pieces import bounded, own_gram, rotated_squares, split
-from kronscope.errors import MemoryBudgetError, ShapeError
+from kronscope.curvature.tiles import Pieces, over_pairs
+from kronscope.errors import DataError, MemoryBudgetError, ShapeError
+from kronscope.gradients.shards import together
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import (
     Diagonal,
@@ -96,17 +98,24 @@ class SecondMoment:
             Symmetric matrix (K, K), float64; its total is :math:`\|H\|_F^2`.
         """
         count = 1 if groups is None else int(groups.max()) + 1
-        out = torch.zeros(count, count, dtype=torch.float64)
-        for first, second, on_diagonal in self._tiles():
-            weighted = pair_squares(first, second) * first.weights[:, None] * second.weights
-            if groups is None:
-                tile = weighted.sum().view(1, 1).cpu()
-            else:
-                left = torch.nn.functional.one_hot(groups[first.samples.cpu()], count).double()
-                right = torch.nn.functional.one_hot(groups[second.samples.cpu()], count).double()
-                tile = left.T @ weighted.cpu() @ right
-            out += tile if on_diagonal else tile + tile.T
-        return out
+
+        def local() -> Tensor:
+            out = torch.zeros(count, count, dtype=torch.float64)
+
+            def add(first: Atoms, second: Atoms, on_diagonal: bool) -> None:
+                weighted = pair_squares(first, second) * first.weights[:, None] * second.weights
+                if groups is None:
+                    tile = weighted.sum().view(1, 1).cpu()
+                else:
+                    left = torch.nn.functional.one_hot(groups[first.samples.cpu()], count).double()
+                    right = torch.nn.functional.one_hot(groups[second.samples.cpu()], count).double()
+                    tile = left.T @ weighted.cpu() @ right
+                out.add_(tile if on_diagonal else tile + tile.T)
+
+            over_pairs(self._pieces, add, self.stream.shards)
+            return out
+
+        return self._summed(local, (count, count))
 
     def own_sums(self, *, same_column: bool = False) -> Tensor:
         r"""Return :math:`w_i^2 \sum_{cd}\langle G_{ic}, G_{id}\rangle^2` (N,), the pairs a sample makes with itself.
@@ -114,14 +123,17 @@ class SecondMoment:
         Args:
             same_column: Count only pairs of a column with itself.
         """
-        parts = []
-        for atoms in self._chunks():
-            for part in bounded(atoms):
-                grams = own_gram(part)
-                if same_column:
-                    grams = grams.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-                parts.append(part.weights.square() * grams.square().sum((1, 2)))
-        return torch.cat(parts).cpu()
+
+        def local() -> Iterator[tuple[Tensor, Tensor]]:
+            for atoms in self._chunks():
+                for part in bounded(atoms):
+                    grams = own_gram(part)
+                    if same_column:
+                        grams = grams.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+                    yield part.samples, part.weights.square() * grams.square().sum((1, 2))
+
+        self.plan()
+        return self.stream.by_sample(local)
 
     # ------------------------------------------------------------------ contractions
 
@@ -143,15 +155,19 @@ class SecondMoment:
         if V.shape[-2:] != self.shape:
             raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
         flat = V.reshape(-1, self.shape[0] * self.shape[1]).double()
-        out = torch.zeros_like(flat)
-        for grads, weights in self._flat():
-            out += ((flat @ grads.T) * weights) @ grads
-        return out.view(V.shape)
+
+        def local() -> Tensor:
+            out = torch.zeros_like(flat)
+            for grads, weights in self._flat():
+                out += ((flat @ grads.T) * weights) @ grads
+            return out
+
+        return self._summed(local, flat.shape).view(V.shape)
 
     def mean(self) -> Tensor:
         r"""Return the mean gradient :math:`\bar G = \sum_i w_i G_i` (m, n); label draws are averaged."""
 
-        def compute() -> Tensor:
+        def local() -> Tensor:
             total = torch.zeros(self.shape, dtype=torch.float64)
             for atoms in self._chunks():
                 # D draws are D columns scaled by D^-1/2; their mean needs D^-1
@@ -162,7 +178,7 @@ class SecondMoment:
                     total = total.to(summed.device) + scale * summed
             return total
 
-        return self._once("mean", compute).clone()
+        return self._once("mean", lambda: self._summed(local, self.shape)).clone()
 
     def table(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         r"""Return :math:`\Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2` (m, n), the diagonal of H in an eigenbasis.
@@ -172,15 +188,18 @@ class SecondMoment:
             right: Orthonormal :math:`Q_R` (n, n), or None for the identity.
         """
 
-        def compute() -> tuple[Tensor, Any]:
-            total: Tensor | float = 0.0
+        def local() -> Tensor:
+            total = torch.zeros(self.shape, dtype=torch.float64)
             # an optimizer's bases may be float32
             wide = [basis if basis is None else basis.double() for basis in (left, right)]
             for atoms in self._chunks():
                 for part in bounded(atoms):
-                    total = total + rotated_squares(part.wide(), *wide)
-            assert isinstance(total, Tensor)
-            return total, (left, right)  # the bases are kept so that their ids stay theirs
+                    squares = rotated_squares(part.wide(), *wide)
+                    total = total.to(squares.device) + squares
+            return total
+
+        def compute() -> tuple[Tensor, Any]:
+            return self._summed(local, self.shape), (left, right)  # the bases are kept so that their ids stay theirs
 
         return self._once(("table", id(left), id(right)), compute)[0].clone()
 
@@ -205,13 +224,17 @@ class SecondMoment:
         if type(op) in (EigenbasisDiagonal, Diagonal):
             assert isinstance(op, EigenbasisDiagonal)
             return float((op.values * self.table(op.left, op.right)).sum())
-        total = 0.0
-        for atoms in self._chunks():
-            for part in bounded(atoms, forming=True):
-                wide = part.wide().dense()
-                products = (wide.grads * op.apply(wide.grads)).sum((1, 2, 3))
-                total += float(products @ wide.weights)
-        return total
+
+        def local() -> Tensor:
+            total = 0.0
+            for atoms in self._chunks():
+                for part in bounded(atoms, forming=True):
+                    wide = part.wide().dense()
+                    products = (wide.grads * op.apply(wide.grads)).sum((1, 2, 3))
+                    total += float(products @ wide.weights)
+            return torch.tensor(total, dtype=torch.float64)
+
+        return float(self._summed(local, ()))
 
     def to_dense(self) -> Tensor:
         """Return the mn x mn matrix.
@@ -225,14 +248,20 @@ class SecondMoment:
                 f"a dense {size} x {size} matrix takes {size * size * 8 / 2**30:.0f} GiB; norm(), inner(), left(), "
                 "right() and matvec() give what you need without it."
             )
-        dense = torch.zeros(size, size, dtype=torch.float64)
-        for grads, weights in self._flat():
-            dense = dense.to(grads.device) + grads.T @ (grads * weights[:, None])
-        return dense
+
+        def local() -> Tensor:
+            dense = torch.zeros(size, size, dtype=torch.float64)
+            for grads, weights in self._flat():
+                dense = dense.to(grads.device) + grads.T @ (grads * weights[:, None])
+            return dense
+
+        return self._summed(local, (size, size))
 
     def reweighted(self, weights: Tensor) -> SecondMoment:
         """Return the matrix of the same atoms with other weights (N,), keeping what does not depend on weights."""
         other = SecondMoment(self.stream.reweighted(weights))
+        if "plan" in self.stream.memo:
+            other.stream.memo["plan"] = self.stream.memo["plan"]
         kernels = self.stream.memo.get("kernels")
         if kernels is not None:
             # kernels are in the order of the chunks, weights in that of the sample numbers
@@ -251,12 +280,15 @@ class SecondMoment:
         r"""Return (row kernel, column kernel, weights) over samples when every atom is :math:`b_{ic} a_i^\top`.
 
         With them the norm is :math:`w^\top (K_B \circ K_A) w` and power iterations run on N-vectors. None where
-        weights are shared over positions, where gradients are whole, or where N is too large to keep N² numbers.
+        weights are shared over positions, where gradients are whole, where N is too large to keep N² numbers, or where
+        the samples are spread over processes.
         """
 
         def compute() -> tuple[Tensor, Tensor, Tensor] | None:
             count = self.stream.num_samples
-            if count > _MAX_KERNEL_SAMPLES or 16 * count * count > self.stream.keep_bytes or not self.stream.in_memory:
+            if count > _MAX_KERNEL_SAMPLES or 16 * count * count > self.stream.keep_bytes:
+                return None
+            if not self.stream.in_memory or self.stream.shards is not None:
                 return None
             chunks = list(self.stream)
             plain = all(
@@ -274,10 +306,10 @@ class SecondMoment:
         """Say in which form the atoms are contracted, and what the choice is based on."""
 
         def compute() -> FormPlan:
-            first = next(iter(self.stream))
-            if isinstance(first, DenseAtoms):
+            positions, columns = self._first_sizes()
+            if not positions:
                 return FormPlan("dense", "dense", (math.inf, 0.0, math.inf, 0.0))
-            return plan_form(self.shape, first.positions, first.columns, self.stream.num_samples)
+            return plan_form(self.shape, positions, columns, self.stream.num_samples)
 
         return self._once("plan", compute)
 
@@ -287,6 +319,23 @@ class SecondMoment:
         if plan.contraction == "factored":
             return plan.costs[2] / CONTRACTIONS
         return float(self.stream.num_samples * self.stream.columns * m * n * (m + n))
+
+    def _first_sizes(self) -> tuple[int, int]:
+        """Positions (0 for whole gradients) and columns of the first chunk, on whichever process that is."""
+        shards = self.stream.shards
+        with together(shards):
+            first = next(iter(self.stream), None)
+        found = None if first is None else (0 if isinstance(first, DenseAtoms) else first.positions, first.columns)
+        every = [found] if shards is None else shards.gathered(found)
+        sizes = next((sizes for sizes in every if sizes is not None), None)
+        if sizes is None:
+            raise DataError("the stream has no atoms.")
+        return sizes
+
+    def _summed(self, local: Callable[[], Tensor], shape: Sequence[int]) -> Tensor:
+        """Sum over processes; the plan is made first, since they make it together."""
+        self.plan()
+        return self.stream.summed(local, shape)
 
     def _once(self, key: object, compute: Callable[[], _T]) -> _T:
         if key not in self.stream.memo:
@@ -305,7 +354,7 @@ class SecondMoment:
             yield from kept
             return
         m, n = self.shape
-        size = 8 * self.stream.num_samples * self.stream.columns * m * n
+        size = 8 * self.stream.own_samples * self.stream.columns * m * n
         keep = self.stream.in_memory and size <= self.stream.keep_bytes
         formed: list[Atoms] = []
         for atoms in self.stream:
@@ -316,27 +365,29 @@ class SecondMoment:
         if keep:
             self.stream.memo["dense chunks"] = formed
 
-    def _tiles(self) -> Iterator[tuple[Atoms, Atoms, bool]]:
-        """Yield each unordered pair of chunks once, with whether it is a chunk with itself."""
-        factored = self.plan().gram == "factored"
-        lone = next(iter(self.stream))
-        if len(lone.weights) == self.stream.num_samples > 1:
-            # cut a lone chunk, so that the symmetric half is saved here too
-            whole = lone if factored else next(self._formed())
-            pieces = list(split(whole, 8))
-            yield from ((first, pieces[j], i == j) for i, first in enumerate(pieces) for j in range(i, len(pieces)))
-            return
-        for i, first in enumerate(iter(self.stream) if factored else self._formed()):
-            for j, second in enumerate(self._later(i, first, factored), start=i):
-                yield first, second, i == j
+    def _pieces(self) -> Pieces:
+        """What yields this process's chunks from a number on, in the form planned for inner products.
 
-    def _later(self, index: int, first: Atoms, factored: bool) -> Iterator[Atoms]:
-        """The chunk itself and those after it; earlier ones are passed over before anything is formed of them."""
-        yield first
-        kept: list[Atoms] | None = None if factored else self.stream.memo.get("dense chunks")
-        source = iter(self.stream) if kept is None else iter(kept)
-        for atoms in itertools.islice(source, index + 1, None):
-            yield atoms if factored else atoms.dense()
+        A lone chunk is cut, so that the symmetric half is saved here too.
+        """
+        factored = self.plan().gram == "factored"
+        lone = next(iter(self.stream), None)
+        if lone is not None and len(lone.weights) == self.stream.own_samples > 1:
+            cut = list(split(lone if factored else next(self._formed()), 8))
+            return lambda start: iter(cut[start:])
+
+        def pieces(start: int) -> Iterator[Atoms]:
+            if factored:
+                return itertools.islice(iter(self.stream), start, None)
+            if start == 0:
+                return self._formed()
+            kept: list[Atoms] | None = self.stream.memo.get("dense chunks")
+            if kept is not None:
+                return iter(kept[start:])
+            # earlier ones are passed over before anything is formed of them
+            return (atoms.dense() for atoms in itertools.islice(iter(self.stream), start, None))
+
+        return pieces
 
     def _contract(self, mode: int, other: Tensor | None) -> Tensor:
         if other is None:
@@ -348,6 +399,9 @@ class SecondMoment:
         return self._contraction(mode, other.double())
 
     def _contraction(self, mode: int, other: Tensor | None) -> Tensor:
+        return self._summed(lambda: self._own_contraction(mode, other), (self.shape[mode],) * 2)
+
+    def _own_contraction(self, mode: int, other: Tensor | None) -> Tensor:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
         for atoms in self._chunks():
             for part in bounded(atoms):

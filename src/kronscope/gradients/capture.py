@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from kronscope.errors import LayerError, ModelError, NonFiniteError, OptionError
 from kronscope.gradients.chunk import ChunkCapture, check_finite
-from kronscope.gradients.data import Batch, Batches, tensors_of
+from kronscope.gradients.data import Batch, Batches, map_tensors, tensors_of
 from kronscope.gradients.forward import Forward, ForwardFunction, common_device
 from kronscope.gradients.guard import untouched
 from kronscope.gradients.labels import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
+from kronscope.gradients.shards import Shards, together
 from kronscope.gradients.stream import Atoms, GradientStream
 
 __all__ = ["LayerPlan", "Recorder"]
@@ -96,9 +97,13 @@ class Recorder:
         chunk_bytes: Atoms of one chunk stay below this (but a chunk has at least one sample).
         progress: Called with the samples done and the samples in all, during every sweep.
         skip_unreached: Leave out layers that the loss does not reach (listed in ``unreached``) instead of raising.
+        shards: The processes whose data together is the data, in their order; None for this one alone.
 
     Attributes:
-        num_samples: Samples in the data.
+        num_samples: Samples in the data, of all processes.
+        own_samples: Samples in the data of this process.
+        most_samples: Samples of the process that has most.
+        shards: The processes, or None.
         classes: Classes of cross-entropy, otherwise outputs per sample.
         exact_columns: Columns per sample that exact labels need.
         specs: The layers that are captured.
@@ -131,6 +136,7 @@ class Recorder:
         chunk_bytes: int = 64 << 20,
         progress: Callable[[int, int], None] | None = None,
         skip_unreached: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, got {backend!r}.")
@@ -145,11 +151,21 @@ class Recorder:
         self._parameters = {name: named[name] for spec in specs for name in spec.parameters}
         for name, parameter in self._parameters.items():
             if hasattr(parameter, "placements"):
-                raise ModelError(f"Parameter {name!r} is sharded over processes; gather the model first.")
+                raise ModelError(
+                    f"Parameter {name!r} is sharded over processes (DTensor). Measure a plain copy of the model with "
+                    "the full state: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                    "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))."
+                )
         self._probe_batch: Batch | None = None
         self._terms = 1
-        self._batches = Batches(data, max_samples, self._note)
-        self.num_samples = self._batches.num_samples
+        self.shards = shards
+        with together(shards):
+            self._batches = Batches(data, self._limit(max_samples), self._note)
+        self.own_samples: int = self._batches.num_samples
+        self.num_samples: int = self.own_samples
+        self.most_samples: int = self.own_samples
+        if shards is not None:
+            self._join(shards)
         assert self._probe_batch is not None
         self._probe_size: int = _entries_per_sample(self._probe_batch)
         self._routes: Routes = self._choose(specs, backend, skip_unreached)
@@ -159,6 +175,28 @@ class Recorder:
         self.classes: int = outputs[1] if len(outputs) > 1 else 1
         self.exact_columns: int = self._loss.exact_columns(outputs, self._terms)
         self._probe_batch = None
+
+    def _limit(self, max_samples: int | None) -> int | None:
+        """What this process may take of ``max_samples``."""
+        if max_samples is None or self.shards is None or max_samples < 1:
+            return max_samples
+        if max_samples < self.shards.size:
+            raise OptionError(
+                f"max_samples={max_samples} is divided over {self.shards.size} processes; each needs one at least."
+            )
+        return len(self.shards.part_of(max_samples))
+
+    def _join(self, shards: Shards) -> None:
+        """Number the samples over all processes, and try the back ends on those of the first one everywhere."""
+        counts = shards.gathered((self.own_samples, self._terms))
+        self._batches.first = sum(count for count, _ in counts[: shards.rank])
+        self.num_samples = sum(count for count, _ in counts)
+        self.most_samples = max(count for count, _ in counts)
+        self._terms = max(terms for _, terms in counts)
+        probe = self._probe_batch
+        assert probe is not None
+        plain = Batch(map_tensors(lambda t: t.detach().cpu(), probe.inputs), probe.targets.detach().cpu(), 0)
+        self._probe_batch = shards.by_first(lambda: plain)
 
     def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto") -> list[LayerPlan]:
         """Say for every layer how it is captured and how large its atoms are, without capturing."""
@@ -196,17 +234,26 @@ class Recorder:
         columns = self.exact_columns if labels == "exact" else draws if labels == "sampled" else 1
         kept: dict[str, list[Atoms]] = {spec.name: [] for spec in request.specs}
         if cache:
-            for atoms in self._sweep(request):
-                for name, chunk in atoms.items():
-                    kept[name].append(chunk)
+            with together(self.shards):
+                for atoms in self._sweep(request):
+                    for name, chunk in atoms.items():
+                        kept[name].append(chunk)
         streams = {}
+        drawn, shards = labels == "sampled", self.shards
+        whole = None if shards is None else (self.num_samples, columns)
         for spec in request.specs:
             if cache:
-                streams[spec.name] = GradientStream.of_chunks(*kept.pop(spec.name), draws=labels == "sampled")
+                chunks = kept.pop(spec.name)
+                streams[spec.name] = GradientStream.of_chunks(*chunks, draws=drawn, shards=shards, whole=whole)
                 continue
-            source = self._source(spec, request)
             streams[spec.name] = GradientStream(
-                source, spec.shape, self.num_samples, columns, draws=labels == "sampled"
+                self._source(spec, request),
+                spec.shape,
+                self.num_samples,
+                columns,
+                draws=drawn,
+                shards=shards,
+                own_samples=self.own_samples,
             )
         return streams
 
@@ -237,7 +284,7 @@ class Recorder:
 
     def _choose(self, specs: Sequence[LayerSpec], backend: str, skip_unreached: bool) -> Routes:
         assert self._probe_batch is not None
-        with untouched(self._model, self._parameters.values()):
+        with together(self.shards), untouched(self._model, self._parameters.values()):
             batch = self._probe_batch.to(self._device)
             self._loss.check(self._forward.outputs(batch), batch.targets)
             routes = choose_routes(self._forward, specs, self._parameters, batch, backend)
@@ -258,14 +305,17 @@ class Recorder:
         """Which layers any batch reaches; only a model with branches needs the whole data to answer."""
         own = {name: self._parameters[name] for spec in specs for name in spec.parameters}
         reached: set[str] = set()
-        for batch in self._batches:
-            with untouched(self._model, own.values()):
-                outputs = self._forward.outputs(batch.to(self._device))
-                if outputs.requires_grad:
-                    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                        outputs, list(own.values()), torch.ones_like(outputs), allow_unused=True
-                    )
-                    reached |= {name for name, grad in zip(own, found, strict=True) if grad is not None}
+        with together(self.shards):
+            for batch in self._batches:
+                with untouched(self._model, own.values()):
+                    outputs = self._forward.outputs(batch.to(self._device))
+                    if outputs.requires_grad:
+                        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                            outputs, list(own.values()), torch.ones_like(outputs), allow_unused=True
+                        )
+                        reached |= {name for name, grad in zip(own, found, strict=True) if grad is not None}
+        if self.shards is not None:
+            reached = set().union(*self.shards.gathered(reached))
         return {spec.name for spec in specs if reached.intersection(spec.parameters)}
 
     def _plan(self, spec: LayerSpec, request: _Request, columns: int | None = None) -> LayerPlan:
@@ -314,7 +364,7 @@ class Recorder:
                 yield self._capture(chunk, request, plans, checked)
                 done += chunk.size
                 if self._progress is not None:
-                    self._progress(done, self.num_samples)
+                    self._progress(done, self.own_samples)
 
     def _chunk_size(self, batch: Batch, plans: Iterable[LayerPlan]) -> int:
         """Samples per chunk; longer sequences than the probe's have more positions."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.guard import RandomStates, generators_of
 
-__all__ = ["Batch", "Batches", "map_tensors", "tensors_of"]
+__all__ = ["Batch", "Batches", "checksum", "map_tensors", "tensors_of"]
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # A hash of this many entries takes well under a millisecond and still sees every sample of usual batches.
@@ -121,6 +121,8 @@ class Batches:
             raise OptionError(f"max_samples must be a positive integer or None, got {max_samples!r}.")
         self._data = data
         self._limit = max_samples
+        # the number of the first sample: where several processes share the data, those of earlier ones come before
+        self.first = 0
         self._random: RandomStates | None = None
         self._fingerprints: list[int] | None = None
         found: list[int] = []
@@ -139,9 +141,9 @@ class Batches:
         return self._sweep([])
 
     def _sweep(self, found: list[int]) -> Iterator[Batch]:
-        first = 0
+        first, start = 0, self.first
         for number, item in enumerate(self._items()):
-            batch = _checked_pair(item, number, first)
+            batch = _checked_pair(item, number, start + first)
             found.append(_fingerprint(batch))
             known = self._fingerprints
             if known is not None and (number >= len(known) or known[number] != found[-1]):
@@ -240,11 +242,21 @@ def _fingerprint(batch: Batch) -> int:
     """A checksum of shapes and of evenly spaced entries."""
     value = 0
     for tensor in [*tensors_of(batch.inputs), batch.targets]:
-        flat = tensor.detach().reshape(-1)
-        # An odd step does not stay on one column of a matrix with an even number of columns.
-        step = (flat.numel() // _FINGERPRINT_ENTRIES) | 1
-        entries = flat[::step].contiguous().cpu()
-        value = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), value)
-        if entries.numel():
-            value = zlib.crc32(entries.view(torch.uint8).numpy().tobytes(), value)
+        value = checksum(tensor, value)
+    return value
+
+
+def checksum(tensor: Tensor, value: int = 0) -> int:
+    """A checksum of a tensor's shape, type and evenly spaced entries, going on from another one.
+
+    >>> checksum(torch.zeros(2)) == checksum(torch.zeros(2)) != checksum(torch.ones(2))
+    True
+    """
+    flat = tensor.detach().reshape(-1)
+    # An odd step does not stay on one column of a matrix with an even number of columns.
+    step = (flat.numel() // _FINGERPRINT_ENTRIES) | 1
+    entries = flat[::step].contiguous().cpu()
+    value = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), value)
+    if entries.numel():
+        value = zlib.crc32(entries.view(torch.uint8).numpy().tobytes(), value)
     return value

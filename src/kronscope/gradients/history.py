@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,13 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
 from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
-from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
+from kronscope.gradients.shards import Shards, find_shards, together
+from kronscope.gradients.spread import align, check_averaged, open_store, own_folder, owner, write_store
+from kronscope.gradients.storage import MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import DenseAtoms, GradientStream
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["GradientHistory"]
 
@@ -29,9 +34,13 @@ class GradientHistory:
     Made by :meth:`attach`, or by :meth:`open` from a folder that an earlier process wrote. Recording is a step
     pre-hook: it changes neither the gradients nor the optimizer. Measure with :func:`kronscope.measure_history`.
 
+    Under torch.distributed the processes share the records: gradients are the same on all of them after averaging, and
+    each step is kept by one.
+
     Attributes:
         layers: Names of the recorded layers.
         steps: Training steps with a record, counted from 1 at :meth:`attach`.
+        shards: The processes that share the records, or None.
         total_steps: Steps seen, recorded or not.
         every: Every which step is recorded.
 
@@ -47,15 +56,29 @@ class GradientHistory:
     ((1, 2, 3), (2, 3))
     """
 
-    def __init__(self, store: Store, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        shards: Shards | None = None,
+        steps: Sequence[int] | None = None,
+    ) -> None:
         self._store = store
+        self.shards = shards
         self.layers = tuple(names)
         self._shapes = dict(zip(names, shapes, strict=True))
         self.every = store.every
-        self.total_steps = store.steps[-1] if store.steps else 0
+        # of all processes
+        self._steps = list(store.steps if steps is None else steps)
+        self.total_steps = self._steps[-1] if self._steps else 0
         self._space: int | None = None
         self._handle: Any = None
         self._take: Callable[[], list[Tensor]] | None = None
+        self._gathers = False
+        # records counted so far, and how many each process keeps
+        self._counted: tuple[int, list[int]] = (0, [])
 
     @classmethod
     def attach(
@@ -69,6 +92,7 @@ class GradientHistory:
         dtype: torch.dtype | None = None,
         space: int | None = None,
         resume: bool = False,
+        distributed: bool | ProcessGroup | None = None,
     ) -> GradientHistory:
         """Start recording.
 
@@ -83,12 +107,20 @@ class GradientHistory:
                 one is dropped and ``every`` doubles; measurements then have error bars.
             resume: Go on with the history in ``path`` if there is one, as a resumed training run does; a
                 :meth:`load_state_dict` then drops what was recorded after the checkpoint.
+            distributed: With torch.distributed initialised, every process calls this and each keeps its share of the
+                steps; the gradients must be averaged over processes before the optimizer's step, as
+                DistributedDataParallel and FSDP do. None infers that, False records on this process alone, a process
+                group shares among those in it.
 
         Raises:
             LayerError: a layer does not exist, is no matrix, or is not trained by this optimizer.
             DataError: the folder holds a history already.
             OptionError: an argument is out of range.
+            DistributedError: another process was called differently, or did not come.
         """
+        shards = find_shards(distributed)
+        if shards is not None:
+            shards.meet("GradientHistory.attach")
         if every < 1:
             raise OptionError(f"every must be 1 or more, got {every}.")
         if dtype not in (None, torch.float16, torch.float32, torch.float64):
@@ -109,37 +141,43 @@ class GradientHistory:
                 f"space={space} bytes holds fewer than four records of {smallest} bytes in half precision; allow more, "
                 "or record fewer layers."
             )
-        store: Store
-        if path is None:
-            store = MemoryStore(shapes, dtypes, every)
-        elif resume and (Path(path) / "history.json").exists():
-            store = DiskStore.open(Path(path), append=True)
-            if (store.names, store.shapes) != (names, shapes):
-                store.close()
-                raise DataError(
-                    f"the history in {path} is of other layers: {', '.join(store.names)}; use another path."
-                )
-        else:
-            store = DiskStore.create(Path(path), names, shapes, dtypes, every)
-        history = cls(store, names, shapes)
+        if shards is not None:
+            asked = {"layers": list(zip(names, shapes, strict=True)), "every": every, "dtypes": dtypes, "space": space}
+            shards.compare("GradientHistory.attach", {**asked, "path": path is not None, "resume": resume})
+        with together(shards):
+            folder = None if path is None else own_folder(Path(path), shards)
+            store = write_store(names, shapes, dtypes, every, folder, resume)
+        history = cls(store, names, shapes, shards=shards)
         history.every, history._space = max(every, store.every), space
+        if shards is not None:
+            history._steps = align(store, shards)
+            history.every = max(every, store.every)
+            history.total_steps = history._steps[-1] if history._steps else 0
+        history._gathers = any(hasattr(parameters[name], "full_tensor") for spec in specs for name in spec.parameters)
         history._take = lambda: [_matrix(spec, parameters) for spec in specs]
         history._handle = optimizer.register_step_pre_hook(history._before_step)
         return history
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> GradientHistory:
-        """Open a folder of records, also one whose writer was killed.
+    def open(cls, path: str | os.PathLike[str], *, distributed: bool | ProcessGroup | None = None) -> GradientHistory:
+        """Open a folder of records, also one whose writer was killed, by however many processes it was written.
+
+        Args:
+            path: The folder.
+            distributed: As for :meth:`attach`: each process reads its share.
 
         Raises:
-            DataError: there is no history in the folder, or it is damaged.
+            DataError: there is no history in the folder, it is damaged, or a part of it is missing.
         """
-        store = DiskStore.open(Path(path))
-        return cls(store, store.names, store.shapes)
+        shards = find_shards(distributed)
+        if shards is not None:
+            shards.meet("GradientHistory.open")
+        store, steps = open_store(Path(path), shards)
+        return cls(store, store.names, store.shapes, shards=shards, steps=steps)
 
     def __len__(self) -> int:
         """Number of records."""
-        return len(self._store.steps)
+        return len(self._steps)
 
     def __repr__(self) -> str:
         """Say what it holds."""
@@ -148,7 +186,7 @@ class GradientHistory:
     @property
     def steps(self) -> tuple[int, ...]:
         """Training steps with a record."""
-        return tuple(self._store.steps)
+        return tuple(self._steps)
 
     @property
     def thinned(self) -> bool:
@@ -174,7 +212,7 @@ class GradientHistory:
         return self._shapes[layer]
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
-        """Return records number ``start`` to ``stop`` (k, m, n) of a layer."""
+        """Return records number ``start`` to ``stop`` (k, m, n) of a layer, of those that this process keeps."""
         return self._store.read(self._index(layer), start, stop)
 
     def stream(self, layer: str, step: int | None = None, *, beta: float | None = None) -> GradientStream:
@@ -191,13 +229,17 @@ class GradientHistory:
             DataError: nothing is recorded up to the step.
         """
         index = self._index(layer)
-        steps = [at for at in self._store.steps if step is None or at <= step]
+        steps = [at for at in self._steps if step is None or at <= step]
         if not steps:
             raise DataError(
                 f"nothing is recorded up to step {step}; the first record is {self.steps[:1] or 'missing'}."
             )
         weights = history_weights(torch.tensor(steps), self.total_steps if step is None else step, beta)
-        shape, count = self._shapes[layer], len(steps)
+        shape = self._shapes[layer]
+        own = [at for at in self._store.steps if step is None or at <= step]
+        # where the own steps stand among all
+        numbers = torch.searchsorted(torch.tensor(steps), torch.tensor(own, dtype=torch.int64))
+        count = len(own)
         size = max(1, _CHUNK_BYTES // (4 * shape[0] * shape[1]))
 
         def chunks() -> Iterator[DenseAtoms]:
@@ -207,32 +249,44 @@ class GradientHistory:
                 if not bool(torch.isfinite(grads).all()):
                     bad = (~torch.isfinite(grads).flatten(1).all(1)).nonzero().flatten()
                     raise NonFiniteError(
-                        f"the gradient of {layer!r} at step {steps[at + int(bad[0])]} contains NaN or infinity; "
+                        f"the gradient of {layer!r} at step {own[at + int(bad[0])]} contains NaN or infinity; "
                         "measure earlier steps, or train with gradients that are finite."
                     )
-                yield DenseAtoms(grads.unsqueeze(1), weights[at:stop], torch.arange(at, stop))
+                yield DenseAtoms(grads.unsqueeze(1), weights[numbers[at:stop]], numbers[at:stop])
 
         cheap = isinstance(self._store, MemoryStore) or self._store.dtypes[index] != torch.float16
-        return GradientStream(chunks, shape, count, 1, in_memory=cheap)
+        return GradientStream(chunks, shape, len(steps), 1, in_memory=cheap, shards=self.shards, own_samples=count)
 
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a training checkpoint needs to go on recording as if nothing had happened."""
-        state = to_state(self._store, len(self.layers))
-        return {**state, "total_steps": self.total_steps, "every": self.every}
+        """Return what a training checkpoint needs to go on recording as if nothing had happened.
+
+        Records on disk stay there, and the state is the same on every process. Of records in memory each process
+        returns its own, and must load its own.
+        """
+        state = {**to_state(self._store, len(self.layers)), "total_steps": self.total_steps, "every": self.every}
+        if self.shards is not None:
+            state |= {"own steps": state["steps"], "steps": list(self._steps), "process": self.shards.rank}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a state; records written after it are dropped.
 
         Raises:
-            DataError: the files lack records that the state had.
+            DataError: the files lack records that the state had, or the state is of another process.
         """
         # what was recorded later may have thinned the records the state had, as it would again
         every = int(state_dict["every"])
         every = every if "grads" in state_dict else max(every, self._store.every)
-        steps = [step for step in state_dict["steps"] if (step - 1) % every == 0]
+        everything = [step for step in state_dict["steps"] if (step - 1) % every == 0]
+        steps = [step for step in everything if self._is_own(step)]
         if "grads" in state_dict:
+            if state_dict.get("own steps", everything) != steps:
+                raise DataError(
+                    "the history's state holds other steps than this process keeps: with records in memory every "
+                    "process saves and loads a state of its own, among as many processes; or record to a path."
+                )
             dtypes = [getattr(torch, name) for name in state_dict["dtypes"]]
             store = MemoryStore([self._shapes[name] for name in self.layers], dtypes, int(state_dict["every"]))
             for record, step in enumerate(steps):
@@ -247,6 +301,7 @@ class GradientHistory:
                 self._store.keep_first(len(steps))
             else:
                 self._store.rewrite([known[step] for step in steps], self._store.dtypes, every)
+        self._steps, self._counted = everything, (0, [])
         self.total_steps, self.every = int(state_dict["total_steps"]), every
 
     # ------------------------------------------------------------------ recording
@@ -281,11 +336,33 @@ class GradientHistory:
             self._make_room(self._space)
             if (self.total_steps - 1) % self.every:
                 return
+        own = self._is_own(self.total_steps)
         with torch.no_grad():
-            grads = self._take()
-            if isinstance(scale, Tensor):
-                grads = [grad / scale.to(grad) for grad in grads]
-            self._store.append(self.total_steps, grads)
+            # gathering a sharded gradient takes all processes
+            if own or self._gathers or not self._steps:
+                grads = self._take()
+                if isinstance(scale, Tensor):
+                    grads = [grad / scale.to(grad) for grad in grads]
+                if self.shards is not None and not self._steps:
+                    check_averaged(self.shards, self.layers, grads)
+                if own:
+                    self._store.append(self.total_steps, grads)
+        self._steps.append(self.total_steps)
+
+    def _is_own(self, step: int) -> bool:
+        return self.shards is None or owner(step, self.shards.size) == self.shards.rank
+
+    def _most(self) -> int:
+        """The most records that any process keeps: what decides must be the same on all of them."""
+        if self.shards is None:
+            return len(self._steps)
+        known, counts = self._counted
+        if known > len(self._steps) or known == 0:
+            known, counts = 0, [0] * self.shards.size
+        for step in self._steps[known:]:
+            counts[owner(step, self.shards.size)] += 1
+        self._counted = len(self._steps), counts
+        return max(counts)
 
     def _make_room(self, space: int) -> None:
         store = self._store
@@ -293,7 +370,7 @@ class GradientHistory:
 
         def needed() -> int:
             sizes = zip(shapes, store.dtypes, strict=True)
-            return (len(store.steps) + 1) * sum(record_bytes(shape, dtype) for shape, dtype in sizes)
+            return (self._most() + 1) * sum(record_bytes(shape, dtype) for shape, dtype in sizes)
 
         while needed() > space:
             if any(dtype != torch.float16 for dtype in store.dtypes):
@@ -302,11 +379,13 @@ class GradientHistory:
             self.every *= 2
             keep = [index for index, step in enumerate(store.steps) if (step - 1) % self.every == 0]
             store.rewrite(keep, store.dtypes, self.every)
-            warnings.warn(
-                f"the gradient history reached its space: one step in {self.every} is kept from now on, and "
-                "measurements will have error bars.",
-                stacklevel=2,
-            )
+            self._steps = [step for step in self._steps if (step - 1) % self.every == 0]
+            if self.shards is None or self.shards.rank == 0:
+                warnings.warn(
+                    f"the gradient history reached its space: one step in {self.every} is kept from now on, and "
+                    "measurements will have error bars.",
+                    stacklevel=2,
+                )
 
     def _index(self, layer: str) -> int:
         if layer not in self._shapes:
@@ -314,8 +393,8 @@ class GradientHistory:
         return self.layers.index(layer)
 
 
-def history_weights(steps: Tensor, last: int, beta: float | None) -> Tensor:
-    """Weights of the gradients at ``steps`` in what is held after step ``last``."""
+def history_weights(steps: Tensor, last: int | Tensor, beta: float | None) -> Tensor:
+    """Weights of the gradients at ``steps`` in what is held after step ``last``, or after one for each of them."""
     if beta is None:
         return torch.ones(len(steps), dtype=torch.float64)
     if not 0 <= beta < 1:
@@ -339,6 +418,7 @@ def _matrix(spec: LayerSpec, parameters: dict[str, nn.Parameter]) -> Tensor:
         parameter = parameters[name]
         grad = parameter.grad
         whole = torch.zeros_like(parameter) if grad is None else grad.detach()
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
         whole = whole.to_dense() if whole.is_sparse else whole
         parts.append(whole.reshape(whole.shape[0], -1)[start:stop])
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]

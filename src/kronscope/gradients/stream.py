@@ -8,7 +8,7 @@ Every matrix kronscope looks at is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
+from kronscope.gradients.shards import Shards
 
 __all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
 
@@ -141,6 +142,9 @@ class GradientStream:
     Iterating calls ``source`` anew and must give the same chunks in the same order every time. Build one from tensors
     with :meth:`from_tensors` or :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
 
+    Under torch.distributed the atoms may be spread over processes (``shards``): iterating then gives this process's
+    own, ``num_samples`` and sample numbers count all of them, and every sum over atoms goes through :meth:`sums`.
+
     >>> stream = GradientStream.from_tensors(torch.ones(4, 2, 3))
     >>> stream.shape, stream.num_samples, stream.total_weight()
     ((2, 3), 4, 1.0)
@@ -155,18 +159,24 @@ class GradientStream:
         *,
         draws: bool = False,
         in_memory: bool = False,
+        shards: Shards | None = None,
+        own_samples: int | None = None,
     ) -> None:
         """Wrap a source of chunks.
 
         Args:
             source: Called for each pass; gives the chunks.
             shape: The (m, n) of a gradient.
-            num_samples: Samples in a pass.
+            num_samples: Samples in a pass, over all processes.
             columns: Columns of each sample.
             draws: Whether the columns are independent label draws, so that the stream is itself an estimate.
             in_memory: Whether a pass costs nothing but reading memory.
+            shards: The processes the samples are spread over; None where all are here.
+            own_samples: Samples in a pass of this process; default all.
         """
         self._source = source
+        self.shards = shards
+        self.own_samples = int(num_samples if own_samples is None else own_samples)
         self.shape = (int(shape[0]), int(shape[1]))
         self.num_samples = int(num_samples)
         self.columns = int(columns)
@@ -232,31 +242,75 @@ class GradientStream:
         return cls.of_chunks(FactoredAtoms(rows.unsqueeze(1), cols.unsqueeze(1), checked, numbers))
 
     @classmethod
-    def of_chunks(cls, *chunks: Atoms, draws: bool = False) -> GradientStream:
-        """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined."""
+    def of_chunks(
+        cls, *chunks: Atoms, draws: bool = False, shards: Shards | None = None, whole: tuple[int, int] | None = None
+    ) -> GradientStream:
+        """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined.
+
+        ``whole`` says the samples and columns over all ``shards``.
+        """
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
         parts: list[Atoms] = []
         for chunk in _joined(chunks):
             step = max(1, _CHUNK_BYTES * len(chunk.weights) // max(chunk.nbytes, 1))
             parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
+        own = sum(len(chunk.weights) for chunk in chunks)
+        count, columns = whole or (own, max(chunk.columns for chunk in chunks))
         return cls(
             lambda: parts,
             chunks[0].shape,
-            sum(len(chunk.weights) for chunk in chunks),
-            max(chunk.columns for chunk in chunks),
+            count,
+            columns,
             draws=draws,
             in_memory=True,
+            shards=shards,
+            own_samples=own,
         )
+
+    def sums(self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """Sums over processes of what each computes from its own atoms, float64; every process must call it.
+
+        Args:
+            local: Computes this process's part.
+            shapes: The shapes of what it returns.
+        """
+        return local() if self.shards is None else self.shards.sums(local, shapes)
+
+    def summed(self, local: Callable[[], Tensor], shape: Sequence[int]) -> Tensor:
+        """As :meth:`sums`, of one tensor."""
+        return self.sums(lambda: (local(),), [shape])[0]
+
+    def by_sample(self, local: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Tensor:
+        """One number (N,) for each sample, on the CPU, from pairs of numbers of samples and values."""
+
+        def scattered() -> Tensor:
+            out = torch.zeros(self.num_samples, dtype=torch.float64)
+            for samples, values in local():
+                out[samples.cpu()] = values.double().cpu()
+            return out
+
+        return self.summed(scattered, [self.num_samples])
+
+    def weights(self) -> Tensor:
+        """Weights (N,) of all samples in the order of their numbers, on the CPU."""
+        if "weights" not in self.memo:
+            self.memo["weights"] = self.by_sample(lambda: ((chunk.samples, chunk.weights) for chunk in self))
+        known: Tensor = self.memo["weights"]
+        return known
 
     def total_weight(self) -> float:
         """Sum of the samples' weights."""
-        return sum(float(chunk.weights.sum()) for chunk in self)
+
+        def local() -> Tensor:
+            return torch.tensor(sum(float(chunk.weights.sum()) for chunk in self), dtype=torch.float64)
+
+        return float(self.summed(local, []))
 
     def map(self, change: Callable[[Atoms], Atoms]) -> GradientStream:
         """Return a stream whose chunks are changed one by one, lazily unless they are views."""
         source = self._source
-        return self._derived(lambda: (change(chunk) for chunk in source()), self.num_samples)
+        return self._derived(lambda: (change(chunk) for chunk in source()), self.num_samples, self.own_samples)
 
     def reweighted(self, weights: Tensor) -> GradientStream:
         """Return the same atoms with other weights, indexed by sample number."""
@@ -271,15 +325,27 @@ class GradientStream:
             torch.tensor([number], device=grad.device),
         )
 
+        here = self.shards is None or self.shards.rank == 0
+
         def chunks() -> Iterator[Atoms]:
             yield from source()
-            yield extra
+            if here:
+                yield extra
 
-        return self._derived(chunks, number + 1)
+        return self._derived(chunks, number + 1, self.own_samples + here)
 
-    def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int) -> GradientStream:
+    def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int, own_samples: int) -> GradientStream:
         """A stream of other atoms for the same layer, under the same budget."""
-        made = GradientStream(source, self.shape, num_samples, self.columns, draws=self.draws, in_memory=self.in_memory)
+        made = GradientStream(
+            source,
+            self.shape,
+            num_samples,
+            self.columns,
+            draws=self.draws,
+            in_memory=self.in_memory,
+            shards=self.shards,
+            own_samples=own_samples,
+        )
         made.keep_bytes = self.keep_bytes
         return made
 

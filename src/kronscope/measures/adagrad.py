@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
 from kronscope.curvature import SecondMoment
-from kronscope.curvature.pairs import pair_squares
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.history import GradientHistory, history_weights
 from kronscope.gradients.stream import Atoms, GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.processes import described
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
@@ -39,9 +39,11 @@ def measure_history(
 ) -> Results:
     r"""Measure how well each approximation fits :math:`H_T = \sum_{t\le T} g_t g_t^\top`, for each step T asked for.
 
-    Exact when every step was recorded: norms and factors are carried on from one T to the next, and the optimal product
-    starts from the one before. With a thinned history the rows have standard errors. K-FAC has no batch gradients to
-    work with, so its cosine is NaN.
+    Exact when every step was recorded: factors are carried on from one T to the next, norms come from one pass over all
+    pairs, and the optimal product starts from the one before. With a thinned history the rows have standard errors.
+    K-FAC has no batch gradients to work with, so its cosine is NaN.
+
+    Where several processes share the records, every one of them must call this, and all get the same answer.
 
     Args:
         history: The recorded gradients.
@@ -60,7 +62,11 @@ def measure_history(
         OptionError: a step or option out of range.
         DataError: nothing is recorded.
         NonFiniteError: a recorded gradient is not finite.
+        DistributedError: another process was called differently, failed, or did not come.
     """
+    shards = history.shards
+    if shards is not None:
+        shards.meet("ks.measure_history")
     if not history.total_steps or not len(history):
         raise DataError("the gradient history is empty: take optimizer steps between attach and measure_history.")
     details = (details,) if isinstance(details, str) else details
@@ -73,14 +79,17 @@ def measure_history(
     names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     for name in names:
         history.shape(name)  # raises for a layer that is not recorded, before any work
+    if shards is not None:
+        asked = {"approximations": described(chosen), "at": at, "layers": names, "beta": beta, "details": details}
+        shards.compare("ks.measure_history", {**asked, "steps": history.steps})
     rows: list[Row] = []
     curves: list[Detail] = []
     partial = False
-    with Bar(progress) as bar:
+    with Bar(progress and (shards is None or shards.rank == 0)) as bar:
         bar.begin("Adagrad's matrix", len(names) * len(steps))
         try:
             for name in names:
-                running = _Running(history, name, beta)
+                running = _Running(history, name, beta, steps)
                 for step in steps:
                     streams = running.at(step, any(isinstance(item, Optimal) for item in chosen))
                     condition = Condition(name, step, "adagrad", "real", 1, streams.truth.num_samples)
@@ -103,54 +112,77 @@ def measure_history(
         "approximations": [item.name for item in chosen],
         "torch": torch.__version__,
     }
-    return Results(rows, curves, settings, partial)
+    if shards is None or partial:
+        return Results(rows, curves, settings, partial)
+    return shards.by_first(lambda: Results(rows, curves, {**settings, "processes": shards.size}))
 
 
 class _Running:
-    """One layer's norm and factors, carried on from step to step."""
+    """One layer's norms and factors at some steps; factors are carried on from step to step."""
 
-    def __init__(self, history: GradientHistory, layer: str, beta: float | None) -> None:
+    def __init__(self, history: GradientHistory, layer: str, beta: float | None, steps: Sequence[int]) -> None:
         self.history, self.layer, self.beta = history, layer, beta
         self._count = 0
         self._step = 0
-        self._norm_squared = 0.0
+        self._squares = self._squared_norms(steps)
         self._grams: tuple[Tensor, Tensor] | None = None
         self._start: Tensor | None = None
+
+    def _squared_norms(self, steps: Sequence[int]) -> dict[int, float]:
+        r"""Squared norms at the steps before which nothing is missing, from one pass over all pairs of gradients.
+
+        With weights relative to the end :math:`T_k` of the interval between two of the steps a gradient lies in, and
+        :math:`P_{kl}` the sums over pairs from two intervals,
+        :math:`\|H_{T_j}\|^2 = \sum_{k,l \le j} \beta^{2T_j - T_k - T_l} P_{kl}`.
+        """
+        recorded = torch.tensor(self.history.steps)
+        exact = [step for step in steps if int((recorded <= step).sum()) == step]
+        if not exact:
+            return {}
+        ends = torch.tensor(exact)
+        recorded = recorded[recorded <= ends[-1]]
+        groups = torch.searchsorted(ends, recorded)
+        weights = history_weights(recorded, ends[groups], self.beta)
+        stream = self.history.stream(self.layer, exact[-1]).reweighted(weights)
+        pairs = SecondMoment(stream).pair_sums(groups)
+        squares = {}
+        for place, step in enumerate(exact, start=1):
+            fade = torch.ones(place, dtype=torch.float64)
+            if self.beta is not None:
+                fade = self.beta ** (step - ends[:place]).double()
+            squares[step] = float(fade @ pairs[:place, :place] @ fade)
+        return squares
 
     def at(self, step: int, optimal: bool) -> LayerStreams:
         """Return the layer's streams at a step, with what is known already filled in."""
         stream = self.history.stream(self.layer, step, beta=self.beta)
-        thinned = stream.num_samples < step
-        self._advance(stream, step, with_norm=not thinned)
+        self._advance(stream, step)
         assert self._grams is not None
         stream.memo["gram", 0], stream.memo["gram", 1] = self._grams
-        if not thinned:
-            stream.memo["norm_squared"] = self._norm_squared
+        known = self._squares.get(step)
+        if known is not None:
+            stream.memo["norm_squared"] = known
         if optimal:
             self._fit_optimal(stream)
-        if not thinned:
+        if known is not None:
             return LayerStreams(stream, stream)
         whole = history_weights(torch.arange(1, step + 1), step, self.beta)
         share = float(whole.square().sum() / whole.sum() ** 2)
         note = f"{stream.num_samples} of {step} steps were recorded"
         return LayerStreams(stream, stream, "samples", note, share)
 
-    def _advance(self, stream: GradientStream, step: int, *, with_norm: bool) -> None:
-        """Add the gradients since the last step: ‖H_t‖² = γ²‖H_s‖² + 2 Σ_old,new + Σ_new,new."""
+    def _advance(self, stream: GradientStream, step: int) -> None:
+        """Add the gradients since the last step to the factors."""
         fade = 1.0 if self.beta is None or not self._count else float(self.beta ** (step - self._step))
         known, count = self._count, stream.num_samples
         m, n = stream.shape
         left, right = self._grams or (torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64))
-        left, right, total = fade * left, fade * right, fade * fade * self._norm_squared
+        left, right = fade * left, fade * right
         if count > known:
             # chunk by chunk: a history on disk may be far larger than memory
             news = SecondMoment(_part(stream, known, count))
-            left, right = left + news.left(), right + news.right()
-            if with_norm:
-                total += news.norm_squared()
-                for fresh in news.stream if known else ():
-                    total += 2.0 * sum(_pair_total(fresh, past) for past in _part(stream, 0, known))
-        self._grams, self._count, self._step, self._norm_squared = (left, right), count, step, total
+            left, right = left.to(news.left()) + news.left(), right.to(news.right()) + news.right()
+        self._grams, self._count, self._step = (left, right), count, step
 
     def _fit_optimal(self, stream: GradientStream) -> None:
         solver = Optimal()
@@ -173,14 +205,18 @@ def _part(stream: GradientStream, start: int, stop: int) -> GradientStream:
 
     def chunks() -> Iterator[Atoms]:
         for chunk in stream:
-            first = int(chunk.samples[0])
-            low, high = max(start - first, 0), min(stop - first, len(chunk.weights))
+            # ascending, though with gaps where other processes have the ones between
+            low, high = torch.searchsorted(chunk.samples, torch.tensor([start, stop])).tolist()
             if low < high:
                 part = chunk.part(low, high)
                 yield replace(part, samples=part.samples - start)
 
-    return GradientStream(chunks, stream.shape, stop - start, stream.columns, in_memory=stream.in_memory)
-
-
-def _pair_total(first: Atoms, second: Atoms) -> float:
-    return float(first.weights @ pair_squares(first, second) @ second.weights)
+    return GradientStream(
+        chunks,
+        stream.shape,
+        stop - start,
+        stream.columns,
+        in_memory=stream.in_memory,
+        shards=stream.shards,
+        own_samples=stream.own_samples,
+    )

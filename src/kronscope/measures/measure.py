@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +13,17 @@ from kronscope.approx import Approximation
 from kronscope.errors import OptionError
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
-from kronscope.measures.budget import parse_budget
+from kronscope.gradients.labels import read_loss
+from kronscope.gradients.shards import find_shards, together
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit, check_count
 from kronscope.measures.probes import Probes
+from kronscope.measures.processes import common_budget, described, same_model
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.work import TRUTHS, FitWork, Work
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["measure", "measure_fits"]
 
@@ -49,6 +54,7 @@ def measure(
     replacement: bool = True,
     backend: str = "auto",
     verbose: bool = False,
+    distributed: bool | ProcessGroup | None = None,
 ) -> Results:
     r"""Measure how well each approximation fits a curvature matrix, for every layer of a model.
 
@@ -87,6 +93,9 @@ def measure(
         replacement: Whether the batches of ``batch_size`` are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` (fast) or ``"func"`` (general).
         verbose: Print how each layer is captured and contracted, to standard error.
+        distributed: With torch.distributed initialised, every process calls this with its own part of the data, and all
+            get the answer for the whole. None infers that, False measures this process alone, a process group those
+            in it.
 
     Returns:
         One row per layer and approximation.
@@ -99,6 +108,7 @@ def measure(
         ModelError: the model mixes the samples of a batch.
         NonFiniteError: NaN or infinity on the way.
         MemoryBudgetError: a layer asked for by name does not fit.
+        DistributedError: another process was called differently, failed, or did not come.
 
     >>> import kronscope as ks
     >>> _ = torch.manual_seed(0)
@@ -130,6 +140,7 @@ def measure(
         replacement=replacement,
         backend=backend,
         verbose=verbose,
+        distributed=distributed,
     )[0]
 
 
@@ -155,6 +166,7 @@ def measure_fits(
     replacement: bool = True,
     backend: str = "auto",
     verbose: bool = False,
+    distributed: bool | ProcessGroup | None = None,
 ) -> tuple[Results, ...]:
     r"""Measure several fits against one truth: the gradients are captured once, its norm and optimum taken once.
 
@@ -182,6 +194,7 @@ def measure_fits(
         replacement: Whether batches are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` or ``"func"``.
         verbose: Print how each layer is captured and contracted.
+        distributed: Whether the data is spread over processes.
 
     Returns:
         One result for each fit, in their order.
@@ -198,6 +211,94 @@ def measure_fits(
     >>> one.rows[0].batch_size, many.rows[0].batch_size
     (1, 256)
     """
+    shards = find_shards(distributed)
+    if shards is not None:
+        shards.meet("ks.measure")
+    first = shards is None or shards.rank == 0
+    budget = common_budget(memory_budget, shards)
+    with together(shards):
+        _check(fits, truth, draws, max_samples, seed, population, accuracy)
+        work = Work(
+            fits=tuple(FitWork.of(fit, seed) for fit in fits),
+            truth=truth,
+            step=step,
+            draws=draws,
+            population=population,
+            spectrum_rank=spectrum_rank,
+            accuracy=accuracy,
+            max_columns=max_columns,
+            replacement=replacement,
+            seed=seed,
+            budget=budget,
+            warns=first,
+        )
+        specs = resolve_layers(model, [layers] if isinstance(layers, str) else layers)
+        # the data is not among them: it is what differs
+        asked = {
+            "fits": [(fit.fit, described(fit.approximations)) for fit in work.fits] if shards is not None else [],
+            "layers": [(spec.name, spec.shape) for spec in specs],
+            "loss": read_loss(loss),
+            "forward": getattr(forward, "__qualname__", type(forward).__name__),
+            "truth": truth,
+            "max_samples": max_samples,
+            "seed": seed,
+            "step": step,
+            "draws": draws,
+            "population": population,
+            "memory_budget": memory_budget,
+            "spectrum_rank": spectrum_rank,
+            "accuracy": accuracy,
+            "max_columns": max_columns,
+            "replacement": replacement,
+            "backend": backend,
+        }
+    states = RandomStates(generators_of(data))
+    try:
+        with Bar(progress and first) as bar, same_model(shards, model, asked):
+            was_training = any(module.training for module in model.modules())
+            with together(shards):
+                fitting = work.fitting(specs, by_name=layers is not None)
+            bar.begin("checking the data", 1)
+            recorder = Recorder(
+                model,
+                loss,
+                data,
+                fitting,
+                forward=forward,
+                max_samples=max_samples,
+                seed=seed,
+                backend=backend,
+                chunk_bytes=max(1 << 16, min(64 << 20, work.budget // 8)),
+                progress=bar.at,
+                skip_unreached=layers is None,
+                shards=shards,
+            )
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            with together(shards):
+                work.begin(recorder, parameters, was_training)
+            if verbose and first:
+                sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
+                work.tell = sys.stderr.write
+            work.run(recorder, bar)
+    except KeyboardInterrupt:
+        work.partial = True
+    finally:
+        states.restore()
+    if shards is None or work.partial:
+        return work.results()
+    # the numbers are equal already; so are the times now
+    return shards.by_first(work.results)
+
+
+def _check(
+    fits: Sequence[Fit],
+    truth: str,
+    draws: int,
+    max_samples: int | None,
+    seed: int,
+    population: bool,
+    accuracy: float,
+) -> None:
     if truth not in TRUTHS:
         raise OptionError(f"truth must be one of {tuple(TRUTHS)}, got {truth!r}.")
     if not fits:
@@ -209,46 +310,3 @@ def measure_fits(
         raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
     if not accuracy > 0:
         raise OptionError(f"accuracy must be positive, got {accuracy}.")
-    work = Work(
-        fits=tuple(FitWork.of(fit, seed) for fit in fits),
-        truth=truth,
-        step=step,
-        draws=draws,
-        population=population,
-        spectrum_rank=spectrum_rank,
-        accuracy=accuracy,
-        max_columns=max_columns,
-        replacement=replacement,
-        seed=seed,
-        budget=parse_budget(memory_budget),
-    )
-    states = RandomStates(generators_of(data))
-    try:
-        with Bar(progress) as bar:
-            was_training = any(module.training for module in model.modules())
-            specs = resolve_layers(model, [layers] if isinstance(layers, str) else layers)
-            bar.begin("checking the data", 1)
-            recorder = Recorder(
-                model,
-                loss,
-                data,
-                work.fitting(specs, by_name=layers is not None),
-                forward=forward,
-                max_samples=max_samples,
-                seed=seed,
-                backend=backend,
-                chunk_bytes=max(1 << 16, min(64 << 20, work.budget // 8)),
-                progress=bar.at,
-                skip_unreached=layers is None,
-            )
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            work.begin(recorder, parameters, was_training)
-            if verbose:
-                sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
-                work.tell = sys.stderr.write
-            work.run(recorder, bar)
-    except KeyboardInterrupt:
-        work.partial = True
-    finally:
-        states.restore()
-    return work.results()

@@ -118,7 +118,7 @@ class Resampler:
             return [moment.norm()] * (self.count + 1)
         if self.by == "draws":
             return _draw_norms(self.truth, self.count)
-        weights = _weights(self.truth)
+        weights = self.truth.weights()
         self._square = float(weights.square().sum() / weights.sum() ** 2)
         pairs = moment.pair_sums(self._groups)
         each = moment.own_sums()  # w_i² S_ii
@@ -155,12 +155,8 @@ class Resampler:
         return (fitted if self.fitted is self.truth else _reweighted(self.truth, keep)), fitted
 
 
-def _weights(stream: GradientStream) -> Tensor:
-    return torch.cat([atoms.weights for atoms in stream]).cpu()
-
-
 def _reweighted(stream: GradientStream, keep: Tensor) -> GradientStream:
-    weights = _weights(stream) * keep
+    weights = stream.weights() * keep
     return SecondMoment(stream).reweighted(weights / weights.sum()).stream
 
 

@@ -74,6 +74,7 @@ class Work:
     replacement: bool
     seed: int
     budget: int
+    warns: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     partial: bool = False
@@ -99,7 +100,7 @@ class Work:
                 text += f", or measure a range of its rows such as '{spec.name}[0:{max(1, m // 4)}]'"
             if by_name:
                 raise MemoryBudgetError(f"{text}.")
-            warnings.warn(f"skipped: {text}.", stacklevel=3)
+            self._warn(f"skipped: {text}.")
             self.notes.append(f"skipped: {text}")
         if not kept:
             raise MemoryBudgetError(f"no layer fits the memory budget of {_size(self.budget)}; raise memory_budget.")
@@ -129,10 +130,16 @@ class Work:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
+        if recorder.shards is not None:
+            self.settings["processes"] = recorder.shards.size
         if recorder.unreached:
             text = f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"
-            warnings.warn(f"{text}.", stacklevel=3)
+            self._warn(f"{text}.")
             self.notes.append(text)
+
+    def _warn(self, text: str) -> None:
+        if self.warns:  # once, not from every process
+            warnings.warn(text, stacklevel=4)
 
     def _costly(self, recorder: Recorder, parameters: int) -> bool:
         """Whether exact labels cost so much that draws are the better answer."""
@@ -182,12 +189,12 @@ class Work:
         for labels in self._other_labels:
             for plan in recorder.plan(labels, self.draws):
                 sizes[plan.name] += plan.bytes
-        for names, cache in sweeps(sizes, recorder.num_samples, self.budget):
+        for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
             self._measure_group(recorder, bar, names, cache)
 
     def _streams(self, recorder: Recorder, bar: Bar, names: list[str], cache: bool) -> dict[str, _Captured]:
         drawn = self.truth_draws is not None
-        bar.begin(f"gradients of {len(names)} layer{'s' * (len(names) > 1)}", recorder.num_samples)
+        bar.begin(f"gradients of {len(names)} layer{'s' * (len(names) > 1)}", recorder.own_samples)
         truths = (
             recorder.streams("sampled", draws=self.truth_draws or 1, names=names, cache=cache)
             if drawn
@@ -195,7 +202,7 @@ class Work:
         )
         others = {}
         for labels in self._other_labels:
-            bar.begin(f"gradients with {labels} labels", recorder.num_samples)
+            bar.begin(f"gradients with {labels} labels", recorder.own_samples)
             # other draws than the truth's
             others[labels] = recorder.streams(labels, draws=self.draws, names=names, cache=cache, seed=self.seed + 1)
         keep = self.budget // (2 * (1 + max(1, len(others))) * len(names))

@@ -9,24 +9,29 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from kronscope.gradients.history import GradientHistory
+from kronscope.gradients.shards import find_shards
 from kronscope.measures import Results, measure_fits, measure_history
 from kronscope.measures.probes import Probes
 from kronscope.measures.schema import dumps, loads
 from kronscope.paper.data import Dataset
 from kronscope.paper.models import logits
 from kronscope.paper.plans import Plan
-from kronscope.paper.runs import Run
 from kronscope.paper.scale import Settings
+from kronscope.paper.shared import AnyRun, shards_of, start_run
 from kronscope.paper.training import Progress, Stateful, train
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Options", "run_experiment"]
 
+_T = TypeVar("_T")
 # A history may fill half of what the disk has left, and never more than this.
 _MOST_HISTORY = 20 << 30
 
@@ -59,6 +64,7 @@ def run_experiment(
     progress: Progress | None = None,
     measuring: Callable[[int | None], None] = lambda step: None,
     show_bars: bool = True,
+    distributed: bool | ProcessGroup | None = None,
 ) -> Results:
     """Train and measure; the folder then holds config, environment, metrics, checkpoints and ``results.json``.
 
@@ -75,6 +81,9 @@ def run_experiment(
         progress: Called after every training step.
         measuring: Called with the step before measuring there, and with None when training goes on.
         show_bars: Let measurements show their progress.
+        distributed: With torch.distributed initialised, every process calls this: all train alike, each measures its
+            part of the samples and keeps its part of the history, the first one has the folder. None infers that,
+            False works on this process alone.
 
     Returns:
         All rows: Gauss–Newton at each measured step, Adagrad at each but the first.
@@ -85,7 +94,10 @@ def run_experiment(
     options = options or Options()
     settings = settings.on(dataset)
     config = {**settings.config(dataset), "figure": plan.name, "options": vars(options) | {}}
-    with Run.start(folder, config, resume=resume) as run:
+    shards = find_shards(distributed)
+    if shards is not None:
+        shards.meet("the experiment")
+    with start_run(folder, config, resume, shards) as run:
         work = _Experiment(plan, settings, dataset, options, run, show_bars)
 
         def on_measure(step: int, model: nn.Module) -> None:
@@ -97,20 +109,25 @@ def run_experiment(
             train(settings, dataset, run=run, on_start=work.attach, on_measure=on_measure, progress=progress)
             measuring(settings.steps)
             results = work.finish()
-            results.save(run.results_path)
+            work.by_first(lambda: results.save(run.results_path))
             run.finish()
             measuring(None)
-        return Results.load(run.results_path)
+        return work.by_first(lambda: Results.load(run.results_path))
 
 
 class _Experiment:
     def __init__(
-        self, plan: Plan, settings: Settings, dataset: Dataset, options: Options, run: Run, show_bars: bool
+        self, plan: Plan, settings: Settings, dataset: Dataset, options: Options, run: AnyRun, show_bars: bool
     ) -> None:
         self.plan, self.settings, self.dataset, self.options, self.run = plan, settings, dataset, options, run
         self.show_bars = show_bars
+        self.shards = shards_of(run)
         self.names: dict[str, str] = {}
         self.history: GradientHistory | None = None
+
+    def by_first(self, action: Callable[[], _T]) -> _T:
+        """What the first process returns; it alone acts."""
+        return action() if self.shards is None else self.shards.by_first(action)
 
     # ------------------------------------------------------------------ along the way
 
@@ -122,9 +139,18 @@ class _Experiment:
         folder = self.run.folder / "history"
         fresh = self.run.latest() is None
         if fresh and folder.exists():
-            shutil.rmtree(folder)  # left by a run that was killed before its first checkpoint
-        space = min(_MOST_HISTORY, shutil.disk_usage(self.run.folder).free // 2)
-        self.history = GradientHistory.attach(optimizer, model, list(self.names), folder, space=space, resume=not fresh)
+            # left by a run that was killed before its first checkpoint; several processes may be at it
+            shutil.rmtree(folder, ignore_errors=self.shards is not None)
+        space = self.by_first(lambda: min(_MOST_HISTORY, shutil.disk_usage(self.run.folder).free // 2))
+        self.history = GradientHistory.attach(
+            optimizer,
+            model,
+            list(self.names),
+            folder,
+            space=space if self.shards is None else space // self.shards.size,
+            resume=not fresh,
+            distributed=False if self.shards is None else self.shards.group,
+        )
         return {"history": self.history}
 
     def measure_step(self, step: int, model: nn.Module) -> None:
@@ -139,7 +165,7 @@ class _Experiment:
             names += [f"probes-{i}-{step}" for i in range(len(self.plan.gauss_newton))]
         if all(self.run.stored(name) is not None for name in names):
             return
-        data = self.dataset.sample(self.settings.samples, self.settings.seed)
+        data = self.dataset.sample(self.settings.samples, self.settings.seed, shards=self.shards)
         measured = measure_fits(
             model,
             self.settings.definition.loss().to(self.settings.device),
@@ -155,6 +181,7 @@ class _Experiment:
             # the figure shows singular values beyond the first after the last step only
             spectrum_rank=8 if step == self.settings.measure_at[-1] else 1,
             progress=self.show_bars,
+            distributed=False if self.shards is None else self.shards.group,
         )
         for name, results in zip(names, measured, strict=True):
             self._store(name, results)
@@ -223,6 +250,5 @@ class _Experiment:
         ]
         if parts:
             merged = parts[0].merge(*parts[1:])
-            Results(merged.rows, merged.details, {**self._settings(), "estimator": "probes"}).save(
-                Path(self.run.folder) / "probes.json"
-            )
+            results = Results(merged.rows, merged.details, {**self._settings(), "estimator": "probes"})
+            self.by_first(lambda: results.save(Path(self.run.folder) / "probes.json"))

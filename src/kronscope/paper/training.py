@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from kronscope.errors import NonFiniteError
 from kronscope.paper.data import Dataset, batch_indices, derive_seed
 from kronscope.paper.models import logits
-from kronscope.paper.runs import Run
 from kronscope.paper.scale import Settings
+from kronscope.paper.shared import AnyRun, shards_of
 
 __all__ = ["Progress", "Stateful", "train"]
 
@@ -48,7 +48,7 @@ def train(
     settings: Settings,
     dataset: Dataset,
     *,
-    run: Run | None = None,
+    run: AnyRun | None = None,
     on_start: Callable[[nn.Module, Optimizer], Mapping[str, Stateful] | None] | None = None,
     on_measure: Callable[[int, nn.Module], None] | None = None,
     progress: Progress | None = None,
@@ -62,13 +62,14 @@ def train(
         settings: What to train, from :func:`~kronscope.paper.scale.scaled` and
             :meth:`~kronscope.paper.scale.Settings.on`.
         dataset: The data.
-        run: Where to log and checkpoint; training goes on from its latest checkpoint. None keeps nothing.
+        run: Where to log and checkpoint; training goes on from its latest checkpoint. None keeps nothing. Processes
+            that share a run take every step alike, on the whole batch, so that it is the run of one.
         on_start: Called once with model and optimizer, before the first step of this session: the place to
             attach hooks. What it returns is saved with every checkpoint and restored from it.
         on_measure: Called with the number of steps done and the model, at each of ``settings.measure_at``, in
             training mode. A checkpoint is written first, so a kill during a long measurement costs no
             more than that; it is then called for the same step again, so what it keeps should be kept by
-            step, with :meth:`Run.store`.
+            step, with :meth:`Run.store <kronscope.paper.runs.Run.store>`.
         progress: Called after every step.
         checkpoint_seconds: Write a checkpoint when the last one is older than this.
 
@@ -116,7 +117,7 @@ class _Session:
         self,
         settings: Settings,
         dataset: Dataset,
-        run: Run | None,
+        run: AnyRun | None,
         on_start: Callable[[nn.Module, Optimizer], Mapping[str, Stateful] | None] | None,
     ) -> None:
         self.settings, self.dataset, self.run = settings, dataset, run
@@ -158,7 +159,11 @@ class _Session:
 
     def save(self, *, older_than: float = 0.0) -> None:
         """Write a checkpoint, unless this step has one or the last one is recent enough."""
-        if self.run is None or self._saved_step == self.step or time.monotonic() - self._saved_at < older_than:
+        if self.run is None or self._saved_step == self.step:
+            return
+        due, shards = time.monotonic() - self._saved_at >= older_than, shards_of(self.run)
+        # clocks differ: the first process decides for all
+        if not (due if shards is None else shards.told_by(0, due)):
             return
         state = {
             "model": self.model.state_dict(),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, OptionError
+from kronscope.gradients.shards import Shards
 
 __all__ = [
     "Dataset",
@@ -125,11 +126,18 @@ class Dataset:
         inputs = self.normalization(self.images.read(indices))
         return (inputs.flatten(1) if self.flatten else inputs), self.targets[indices]
 
-    def sample(self, count: int, seed: int, *, batch: int = 256) -> SampleBatches:
-        """``count`` training samples chosen by ``seed``, as a re-iterable of batches for measuring."""
-        if count < 1:
-            raise OptionError(f"samples must be at least 1, got {count}.")
+    def sample(self, count: int, seed: int, *, batch: int = 256, shards: Shards | None = None) -> SampleBatches:
+        """``count`` training samples chosen by ``seed``, as a re-iterable of batches for measuring.
+
+        Of several processes (``shards``) each gets its part of them.
+        """
+        least = 1 if shards is None else shards.size
+        if count < least:
+            raise OptionError(f"samples must be at least {least}, got {count}.")
         indices = _permutation(len(self), derive_seed(seed, "samples"))[:count]
+        if shards is not None:
+            part = shards.part_of(len(indices))
+            indices = indices[part.start : part.stop]
         return SampleBatches(self, indices, batch)
 
     def describe(self) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Every unordered pair of chunks once: of one process, or of all processes that share the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kronscope.gradients.shards import Shards
+from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+
+__all__ = ["Pieces", "over_pairs"]
+
+_T = TypeVar("_T")
+Pieces = Callable[[int], Iterator[Atoms]]
+Add = Callable[[Atoms, Atoms, bool], None]
+
+
+def over_pairs(cut: Callable[[], Pieces], add: Add, shards: Shards | None) -> None:
+    """Call ``add(first, second, same)`` for every pair of chunks, ``same`` where both are one chunk.
+
+    Over processes, each sends its chunks to all others in turn. Of the chunks of two processes, those with an even
+    number on the later one are its own work and the others that of the earlier one: half for each.
+
+    Args:
+        cut: Gives what yields this process's chunks from a number on.
+        add: Called with pairs; over processes, each pair is given on one of them.
+        shards: The processes, or None.
+    """
+    if shards is not None:
+        _Exchange(shards, add).run(cut)
+        return
+    pieces = cut()
+    for i, first in enumerate(pieces(0)):
+        for j, second in enumerate(chain((first,), pieces(i + 1)), start=i):
+            add(first, second, i == j)
+
+
+class _Exchange:
+    """The turns of all processes; one that fails keeps taking part to the end, so that none waits for it."""
+
+    def __init__(self, shards: Shards, add: Add) -> None:
+        self.shards, self.add = shards, add
+        self.failure: BaseException | None = None
+
+    def run(self, cut: Callable[[], Pieces]) -> None:
+        pieces = self._tried(cut) or _nothing
+        for owner in range(self.shards.size):
+            source = self._tried(pieces, 0) or iter(()) if owner == self.shards.rank else iter(())
+            number = 0
+            while (piece := _sent(self.shards, owner, self._tried(next, source, None))) is not None:
+                self._tried(self._pair, owner, piece, number, pieces)
+                number += 1
+        if self.failure is not None:
+            raise self.failure
+
+    def _pair(self, owner: int, piece: Atoms, number: int, pieces: Pieces) -> None:
+        if owner == self.shards.rank:
+            self.add(piece, piece, True)
+            for later in pieces(number + 1):
+                self.add(piece, later, False)
+        elif owner < self.shards.rank:
+            for index, own in enumerate(pieces(0)):
+                if index % 2 == 0:
+                    self.add(_beside(piece, own), own, False)
+        elif number % 2 == 1:
+            for own in pieces(0):
+                self.add(_beside(piece, own), own, False)
+
+    def _tried(self, action: Callable[..., _T], *arguments: Any) -> _T | None:
+        if self.failure is not None:
+            return None
+        try:
+            return action(*arguments)
+        except BaseException as error:  # noqa: BLE001  # raised at the end of the exchange
+            self.failure = error
+            return None
+
+
+def _nothing(start: int) -> Iterator[Atoms]:
+    return iter(())
+
+
+def _tensors(atoms: Atoms) -> dict[str, Tensor]:
+    found = {field.name: getattr(atoms, field.name) for field in fields(atoms)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _beside(atoms: Atoms, other: Atoms) -> Atoms:
+    """The atoms on the device of the others."""
+    device = other.weights.device
+    return replace(atoms, **{name: tensor.to(device) for name, tensor in _tensors(atoms).items()})  # type: ignore[arg-type]
+
+
+def _sent(shards: Shards, owner: int, atoms: Atoms | None) -> Atoms | None:
+    """One process's chunk, on all of them; None for none."""
+    head: tuple[str, tuple[bool, ...], list[tuple[str, tuple[int, ...], torch.dtype]]] | None = None
+    if atoms is not None:
+        way = atoms.row_inputs if isinstance(atoms, FactoredAtoms) else ()
+        head = (
+            type(atoms).__name__,
+            way,
+            [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _tensors(atoms).items()],
+        )
+    head = shards.told_by(owner, head)
+    if head is None:
+        return None
+    kind, way, entries = head
+    own = _tensors(atoms) if atoms is not None else {}
+    tensors = {name: shards.copied(owner, own.get(name), shape, dtype) for name, shape, dtype in entries}
+    if atoms is not None:
+        return atoms
+    return DenseAtoms(**tensors) if kind == "DenseAtoms" else FactoredAtoms(**tensors, row_inputs=way)

@@ -1,0 +1,115 @@
+"""A run of several processes: the first one has the folder, the others are told what is in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kronscope.gradients.shards import Shards
+from kronscope.paper.runs import Checkpoint, Run
+
+__all__ = ["AnyRun", "SharedRun", "shards_of", "start_run"]
+
+
+class SharedRun:
+    """As :class:`~kronscope.paper.runs.Run`, for all processes: every one of them must call what it calls.
+
+    Only the first process touches the folder, so it need not be visible to the others; what fails there fails on all.
+
+    Args:
+        path: The folder.
+        config: What was asked for.
+        resume: Go on with the run that is there, if there is one; None demands that there is none.
+        shards: The processes.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None, shards: Shards
+    ) -> None:
+        self.folder = Path(path)
+        self.shards = shards
+        self._run: Run | None = None
+        with shards.together():
+            if shards.rank == 0:
+                self._run = _started(path, config, resume)
+
+    def __enter__(self) -> SharedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._run is not None:
+            self._run.close()
+
+    @property
+    def _first(self) -> Run:
+        assert self._run is not None
+        return self._run
+
+    @property
+    def results_path(self) -> Path:
+        """Where the results belong."""
+        return self.folder / "results.json"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the run was made under."""
+        return self.shards.by_first(lambda: self._first.environment)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is finished."""
+        return self.shards.by_first(lambda: self._first.done)
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self.shards.by_first(lambda: self._first.finish())  # noqa: PLW0108  # the others have no such object
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Append one line to the metrics; the only method that waits for nobody."""
+        if self._run is not None:
+            self._run.log(step, **metrics)
+
+    def store(self, name: str, content: Mapping[str, Any]) -> None:
+        """Keep a single result under a name."""
+        self.shards.by_first(lambda: self._first.store(name, content))
+
+    def stored(self, name: str) -> dict[str, Any] | None:
+        """What was stored under that name, or None."""
+        return self.shards.by_first(lambda: self._first.stored(name))
+
+    def checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save the state, once every process has written what belongs to it."""
+        self.shards.gathered(step)
+        self.shards.by_first(lambda: self._first.checkpoint(step, state))
+
+    def latest(self) -> Checkpoint | None:
+        """The last checkpoint, or None when there is none."""
+        return self.shards.by_first(lambda: self._first.latest())  # noqa: PLW0108
+
+
+AnyRun = Run | SharedRun
+
+
+def start_run(
+    path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None, shards: Shards | None
+) -> AnyRun:
+    """Make a run or go on with it, alone or with other processes.
+
+    Raises:
+        RunError: As :meth:`Run.start` does.
+    """
+    return _started(path, config, resume) if shards is None else SharedRun(path, config, resume, shards)
+
+
+def _started(path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None) -> Run:
+    return Run.create(path, config) if resume is None else Run.start(path, config, resume=resume)
+
+
+def shards_of(run: AnyRun | None) -> Shards | None:
+    """The processes that share a run, or None."""
+    return run.shards if isinstance(run, SharedRun) else None

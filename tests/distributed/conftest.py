@@ -1,0 +1,46 @@
+"""All cases run once on two and once on three processes, whatever number of workers pytest has."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import measuring, recording
+from tests.distributed.processes import SECONDS, run_everywhere
+
+CASES = {**measuring.CASES, **recording.CASES}
+
+
+@pytest.fixture(scope="session", params=[2, 3], ids=["two", "three"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process returned or raised, by case."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / f"outcomes-{request.param}"
+    try:
+        folder.mkdir()
+    except FileExistsError:  # another worker is at it
+        return _waited_for(folder / "done")
+    try:
+        found: Any = run_everywhere(request.param, CASES)
+    except BaseException as error:
+        found = repr(error)
+        raise
+    finally:
+        (folder / "part").write_bytes(pickle.dumps(found))
+        (folder / "part").rename(folder / "done")
+    return list(found)
+
+
+def _waited_for(path: Path) -> list[dict[str, Any]]:
+    limit = time.monotonic() + 2 * SECONDS
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} did not appear"
+        time.sleep(0.1)
+    found: Any = pickle.loads(path.read_bytes())
+    assert not isinstance(found, str), found
+    return list(found)
