@@ -407,8 +407,8 @@ def _rescued(
 
 
 def _usable(roots: Roots, tolerance: float) -> Tensor:
-    finite = torch.isfinite(roots.matrices).all(-1).all(-1)
-    return finite & (roots.residuals <= tolerance)
+    # roots are near one, so that their sum is finite where they are
+    return torch.isfinite(roots.matrices.sum((-2, -1))) & (roots.residuals <= tolerance)
 
 
 def _traces(factors: Tensor, ridge: Ridge) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
 
-__all__ = ["block_norms", "graft_direction", "rescaled", "update_second_moment"]
+__all__ = ["adam_graft", "block_norms", "graft_direction", "rescaled", "update_second_moment"]
 
 
 def update_second_moment(second: Tensor, grads: Tensor, hyper: Hyper) -> None:
@@ -46,6 +46,34 @@ def graft_direction(mean: Tensor, second: Tensor | None, hyper: Hyper, step: int
     denominator.add_(eps)
     # 0/0, where no gradient has arrived yet and eps is zero, is no update
     return (mean / denominator).nan_to_num_(nan=0.0) if eps == 0 else mean / denominator
+
+
+def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int) -> Tensor | None:
+    """Update both moments and return Adam's direction in one pass over memory; None where no kernel does that."""
+    graft = hyper.scale
+    if not isinstance(graft, Graft) or graft.kind != "adam" or hyper.beta1 == 0 or grads.device.type != "cpu":
+        return None
+    beta2, eps = hyper.graft_beta2(), hyper.eps if graft.eps is None else graft.eps
+    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64) or not grads.is_contiguous():
+        return None
+    direction = torch.zeros_like(grads)
+    # fused Adam on parameters of zero with the learning rate -1 leaves the direction itself
+    torch._fused_adam_(
+        [direction],
+        [grads],
+        [state["exp_avg"]],
+        [state["graft_sq"]],
+        [],
+        [torch.tensor(float(step))],
+        amsgrad=False,
+        lr=-1.0,
+        beta1=hyper.beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+    return direction
 
 
 def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kronscope.kron.powers import default_cutoff
 from kronscope.kron.roots import eigenbases, orthogonal_iteration
+from kronscope.kron.triangles import unpack
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times
 
@@ -85,7 +86,7 @@ def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
 
 def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
     """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
-    old, factors = state[f"basis{mode}"][index], state[f"factor{mode}"][index]
+    old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
     second = state["exp_avg_sq"][index]
     if hyper.published:
         new, second = _basis_as_published(factors, old, second, mode, step)
