@@ -156,7 +156,8 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
 def _lower(size: int, device: torch.device) -> Tensor:
     """Flat indices of the lower triangle of a square, row by row."""
     row, column = torch.tril_indices(size, size, device=device)
-    return row * size + column
+    flat: Tensor = row * size + column
+    return flat
 
 
 @lru_cache(maxsize=64)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kronscope.kron.bases import eigenbases, improved_basis
 from kronscope.kron.powers import default_cutoff
-from kronscope.kron.roots import eigenbases, orthogonal_iteration
 from kronscope.kron.triangles import unpack
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times
@@ -57,7 +57,9 @@ def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: 
     if hyper.published:
         denominator.add_(hyper.eps).mul_(correction1 / correction2)
     else:
-        denominator.add_(soap_floor(denominator)).div_(correction2).add_(hyper.eps).mul_(correction1)
+        # (√v + floor) / c₂ + ε, all times c₁, in one pass
+        floor = (soap_floor(denominator) / correction2 + hyper.eps) * correction1
+        torch.add(floor, denominator, alpha=correction1 / correction2, out=denominator)
     update = torch.div(mean, denominator, out=denominator)
     if hyper.eps == 0:
         # 0/0: an entry that has been zero so far moves nothing
@@ -80,7 +82,7 @@ def soap_floor(deviations: Tensor) -> Tensor:
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
     if hyper.solver.is_warm and step > 1:
-        return orthogonal_iteration(factors, old, getattr(hyper.solver, "rounds", 1))[0]
+        return improved_basis(factors, old, getattr(hyper.solver, "rounds", 1))
     return eigenbases(factors, old)
 
 
