@@ -152,8 +152,10 @@ def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hype
         update = torch.bmm(unpack(state["root0"]), mean) if factored[0] else mean
         return torch.bmm(update, unpack(state["root1"])) if factored[1] else update
     update = mean
-    for mode, has_factor in enumerate(factored):
-        if has_factor:
+    # the middle modes come last: only they leave data in another order
+    last = len(factored) - 1
+    for mode in (last, *range(last)):
+        if factored[mode]:
             update = batched_times(state[f"root{mode}"], update, mode)
     return update
 

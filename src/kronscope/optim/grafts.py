@@ -100,7 +100,7 @@ def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
 
 def block_norms(blocks: Tensor) -> Tensor:
     """Frobenius norm of each block, as (B, 1, ...) to multiply with."""
-    norms: Tensor = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=tuple(range(1, blocks.ndim)))
     return norms.view(-1, *[1] * (blocks.ndim - 1))
 
 
