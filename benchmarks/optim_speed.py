@@ -9,7 +9,8 @@ over; the first period, which takes the first roots, is not counted. With the sa
 1024, refresh every 10, Adam grafting, float32. Peers are imported from a checkout given by its folder.
 
 `cpu` are seconds of CPU time of this process, which a busy machine disturbs less than `wall`; with one thread they are
-the same on an idle one. `products` are the bare matrix products of a Shampoo step, unbatched. Ratios are of medians.
+the same on an idle one. `products` are the bare matrix products of a Shampoo step in its own view, matrix by matrix;
+`Shampoo, no refresh` takes roots in the first period only. Ratios are of medians.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo
+from kronscope.optim import SOAP, Eigh, Every, KLShampoo, Shampoo
 
 PERIOD = 10
 
@@ -61,11 +62,18 @@ def fresh(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     return [nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
 
 
+def view_of(name: str) -> dict[str, Any]:
+    """The view in which Distributed Shampoo sees a parameter set."""
+    return {"view": "modes", "merge": 1024} if name == "resnet18" else {}
+
+
 def candidates(name: str, args: argparse.Namespace) -> dict[str, Callable[[list[nn.Parameter]], Any]]:
-    view: dict[str, Any] = {"view": "modes", "merge": 1024} if name == "resnet18" else {}
-    same: dict[str, Any] = {"betas": (0.9, 0.999), "block_size": 1024, "refresh": PERIOD, **view}
+    same: dict[str, Any] = {"betas": (0.9, 0.999), "block_size": 1024, "refresh": PERIOD, **view_of(name)}
     found: dict[str, Callable[[list[nn.Parameter]], Any]] = {
         "Shampoo, as theirs": lambda p: Shampoo(
+            p, 1e-3, exponent=-0.25, scale="adam", damping=1e-6, solver=Eigh(float64=False), **same
+        ),
+        "Shampoo, as theirs, no refresh": lambda p: Shampoo(
             p, 1e-3, exponent=-0.25, scale="adam", damping=1e-6, solver=Eigh(float64=False), **same
         ),
         "Shampoo": lambda p: Shampoo(p, 1e-3),
@@ -128,26 +136,38 @@ class Runner:
         self.wall.append(wall)
         self.cpu.append(cpu)
 
+    def stop_refreshing(self) -> None:
+        """Put the next refresh out of reach."""
+        for group in self.optimizer.param_groups:
+            group["refresh"] = Every(10**9)
+
 
 class Products:
-    """The bare matrix products of a Shampoo step: two Gram matrices and two multiplications, matrix by matrix."""
+    """The bare products of a Shampoo step: for each side of each matrix a Gram matrix and a multiplication.
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        matrices = [(shape[0], int(torch.Size(shape[1:]).numel())) for shape in shapes if len(shape) > 1]
+    A tensor with a factor per mode is a matrix for each of them, with that mode in front and its data in order.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], view: dict[str, Any]) -> None:
+        optimizer = Shampoo(
+            [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes], block_size=1024, **view
+        )
         generator = torch.Generator().manual_seed(1)
-        self.grads = [torch.randn(shape, generator=generator) for shape in matrices]
-        self.left = [torch.randn(m, m, generator=generator) for m, _ in matrices]
-        self.right = [torch.randn(n, n, generator=generator) for _, n in matrices]
+        self.sides = []
+        for row in optimizer.explain().rows:
+            for size in row.factors:
+                columns = int(torch.Size(row.shape).numel()) // size
+                rows = torch.randn(size, columns, generator=generator)
+                self.sides.append((rows, torch.randn(size, size, generator=generator)))
         self.wall: list[list[float]] = []
         self.cpu: list[list[float]] = []
 
     def period(self, grads: list[list[Tensor]]) -> None:
         """Time the products once."""
         before = time.perf_counter(), time.process_time()
-        for grad, left, right in zip(self.grads, self.left, self.right, strict=True):
-            torch.mm(grad, grad.T)
-            torch.mm(grad.T, grad)
-            torch.mm(torch.mm(left, grad), right)
+        for rows, root in self.sides:
+            torch.mm(rows, rows.T)
+            torch.mm(root, rows)
         self.wall.append([time.perf_counter() - before[0]])
         self.cpu.append([time.process_time() - before[1]])
 
@@ -194,13 +214,15 @@ def summary(runner: Runner | Products) -> dict[str, Any]:
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     shapes = SETS[name]()
-    runners: dict[str, Runner | Products] = {"products": Products(shapes)}
+    runners: dict[str, Runner | Products] = {"products": Products(shapes, view_of(name))}
     runners |= {label: Runner(make, shapes) for label, make in candidates(name, args).items()}
     generator = torch.Generator().manual_seed(2)
     for period in range(args.periods + 1):
         grads = [[1e-3 * torch.randn(shape, generator=generator) for shape in shapes] for _ in range(PERIOD)]
-        for runner in runners.values():
+        for label, runner in runners.items():
             runner.period(grads)
+            if label.endswith("no refresh") and isinstance(runner, Runner):
+                runner.stop_refreshing()
         print(f"{name}: period {period} of {args.periods} done", file=sys.stderr)
     result = {label: summary(runner) for label, runner in runners.items()}
     entries = sum(int(torch.Size(shape).numel()) for shape in shapes)
@@ -224,10 +246,22 @@ def ratios(result: dict[str, Any], clock: str) -> dict[str, float]:
     }
     out = {key: mean(a) / mean(b) for key, (a, b) in pairs.items() if a in result and b in result}
     if "Shampoo, as theirs" in result:
-        ours, bare = result["Shampoo, as theirs"][clock], result["products"][clock]["mean_step"]
+        ours = result["Shampoo, as theirs"][clock]
         out["slowest step / mean step"] = ours["slowest_step"] / ours["mean_step"]
-        out["fastest step / bare products"] = ours["fastest_step"] / bare
+    if "Shampoo, as theirs, no refresh" in result:
+        out["step without refresh / bare products"] = mean("Shampoo, as theirs, no refresh") / mean("products")
     return out
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": args.threads,
+        "periods": args.periods,
+        "load": Path("/proc/loadavg").read_text().split()[:3] if Path("/proc/loadavg").exists() else None,
+    }
 
 
 def main() -> None:
@@ -241,20 +275,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    record: dict[str, Any] = {
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "threads": args.threads,
-            "load": Path("/proc/loadavg").read_text().split()[:3] if Path("/proc/loadavg").exists() else None,
-        },
-        "periods": args.periods,
-        "sets": {},
-    }
+    # sets that an earlier run left in the same file stay
+    record: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"sets": {}}
     for name in args.sets:
+        place = environment(args)
         result = run(name, args)
-        record["sets"][name] = {"times": result, "ratios": {c: ratios(result, c) for c in ("wall", "cpu")}}
+        record["sets"][name] = {
+            "environment": {**place, "load_after": environment(args)["load"]},
+            "times": result,
+            "ratios": {c: ratios(result, c) for c in ("wall", "cpu")},
+        }
         print(f"\n{name:34}{'wall ms':>10}{'cpu ms':>10}{'slowest':>10}{'fastest':>10}{'bytes/p':>10}")
         for label, row in result.items():
             wall, cpu = row["wall"], row["cpu"]

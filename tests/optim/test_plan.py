@@ -13,6 +13,7 @@ from torch import nn
 from kronscope.errors import OptionError, StateError
 from kronscope.kron.block_diagonal import BlockDiagonal
 from kronscope.kron.operators import Diagonal, KroneckerProduct
+from kronscope.kron.roots import CoupledNewton, Ridge
 from kronscope.optim import SOAP, Adaptive, CostModel, Eigh, Every, KLShampoo, Shampoo, measure_solvers, param_groups
 from kronscope.optim.blocks import LayoutOptions, fit_budget, plan_layout
 from kronscope.optim.groups import role_of
@@ -282,6 +283,16 @@ def test_the_cost_model_is_data_and_can_be_measured():
     assert set(table) == {8, 16}
     assert all(seconds > 0 for row in table.values() for seconds in row.values())
     assert CostModel([["cuda", 64]]) == CostModel((("cuda", 64),))  # type: ignore[arg-type]
+    for device, size, exponent, damping, newton in (
+        ("cpu", 512, -0.5, 1e-4, False),
+        ("cuda", 64, -0.5, 1e-4, False),
+        ("cuda", 512, -0.5, 1e-4, True),
+        ("cuda", 512, -0.3, 1e-4, False),
+        ("cuda", 2048, -0.5, 1e-4, False),  # the damping is lost in float32's rounding
+        ("cuda", 512, -0.5, 0.0, False),
+    ):
+        chosen = CostModel().choice(device, size, exponent, Ridge(damping=damping))
+        assert isinstance(chosen, CoupledNewton) == newton, (device, size, exponent, damping)
     params = parameters((4, 3))
     optimizer = Shampoo(params, solver=CostModel((("cpu", 1),)))
     train(optimizer, params, [gradients((4, 3), 3)])

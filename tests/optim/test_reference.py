@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kronscope.kron import triangles
 from kronscope.kron.roots import Eigh, WarmQR
+from kronscope.kron.triangles import unpack
+from kronscope.optim import pieces
 from kronscope.optim.config import Every, Graft, Hyper, Norm, Trace
 from kronscope.optim.update import batched_update, new_state, reference_update
 from tests.optim.tools import gradients
@@ -50,10 +55,10 @@ hypers = st.builds(
 def compare(hyper: Hyper, block: tuple[int, ...], factored: tuple[bool, ...], steps: int = 7, count: int = 3) -> None:
     device = torch.device("cpu")
     stack = new_state(block, factored, hyper, count, torch.float64, device)
-    single = [
-        {name: tensor[0] for name, tensor in new_state(block, factored, hyper, 1, torch.float64, device).items()}
-        for _ in range(count)
-    ]
+    single = []
+    for _ in range(count):
+        one = new_state(block, factored, hyper, 1, torch.float64, device, packs=False)
+        single.append({name: tensor[0] for name, tensor in one.items()})
     grads = [gradients(block, steps, seed=place) for place in range(count)]
     for step in range(1, steps + 1):
         # every block has another phase; roots are taken first at `start`
@@ -68,7 +73,37 @@ def compare(hyper: Hyper, block: tuple[int, ...], factored: tuple[bool, ...], st
             slow = reference_update(single[place], grads[place][step - 1], factored, hyper, step, flags[place])
             assert torch.allclose(fast[place], slow, rtol=1e-8, atol=1e-10 * slow.abs().max().item()), (step, place)
             for name, tensor in single[place].items():
-                assert torch.allclose(stack[name][place], tensor, rtol=1e-7, atol=1e-9, equal_nan=True), (step, name)
+                ours = unpack(stack[name])[place] if name[:-1] in ("factor", "root") else stack[name][place]
+                assert torch.allclose(ours, tensor, rtol=1e-7, atol=1e-9, equal_nan=True), (step, name)
+
+
+@contextmanager
+def everything_packed() -> Iterator[None]:
+    """Pack factors and roots of every size, in panels of two rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triangles, "_LEAST", 1)
+        patch.setattr(triangles.Triangle.__init__, "__defaults__", (2,))
+        patch.setattr(pieces, "_PACKED_ROOT", 1)
+        patch.setattr(pieces, "_PACKED_COLUMNS", 1)
+        yield
+
+
+@given(hyper=hypers, shape=st.sampled_from([((5, 3), (True, True)), ((4, 3), (True, False)), ((3, 2, 4), (True,) * 3)]))
+def test_packed_triangles_give_the_same_updates(hyper, shape):
+    block, factored = shape
+    if len(block) != len(hyper.exponents) > 1:
+        return
+    with everything_packed():
+        state = new_state(block, factored, hyper, 1, torch.float64, torch.device("cpu"))
+        assert state["factor0"].shape == (1, block[0] * (block[0] + 1) // 2)
+        assert state["root0"].ndim == 2
+        compare(hyper, block, factored)
+
+
+@pytest.mark.parametrize("solver", [Eigh(), WarmQR()])
+def test_packed_triangles_give_the_same_updates_for_soap(solver):
+    with everything_packed():
+        compare(replace(BASE, family="soap", solver=solver), (4, 4), (True, True))
 
 
 @given(hyper=hypers)

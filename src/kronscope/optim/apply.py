@@ -38,20 +38,23 @@ def finite_gradients(grads: Sequence[Tensor]) -> list[bool]:
     One host synchronisation per device.
     """
     verdict = [True] * len(grads)
-    by_device: dict[torch.device, list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
         if grad.numel():
-            by_device.setdefault(grad.device, []).append(index)
-    for indices in by_device.values():
-        norms = torch._foreach_norm([grads[i] for i in indices], float("inf"))
-        wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
-        largest = torch.stack([norm.to(wide) for norm in norms])
-        limits = [
-            (torch.finfo(torch.promote_types(grads[i].dtype, torch.float32)).max / grads[i].numel()) ** 0.5
-            for i in indices
-        ]
-        for index, value, limit in zip(indices, largest.tolist(), limits, strict=True):
-            verdict[index] = value <= limit
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            alike.setdefault((grad.device, wide), []).append(index)
+    norms: dict[torch.device, list[Tensor]] = {}
+    for (device, wide), indices in alike.items():
+        found = torch.stack(torch._foreach_norm([grads[i] for i in indices], 2.0, wide))
+        # above it squares overflow, even where a norm is accumulated in a wider type
+        limit = torch.finfo(wide).max ** 0.5
+        norms.setdefault(device, []).append(found <= limit)
+    order: dict[torch.device, list[int]] = {}
+    for (device, _), indices in alike.items():
+        order.setdefault(device, []).extend(indices)
+    for device, parts in norms.items():
+        for index, good in zip(order[device], torch.cat(parts).tolist(), strict=True):
+            verdict[index] = good
     return verdict
 
 

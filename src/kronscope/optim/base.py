@@ -18,7 +18,6 @@ from kronscope.errors import NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision, prepared_gradient
-from kronscope.optim.batched import accumulate, direction, refresh_roots
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.diagnostics import Diagnostics, diagnose
@@ -27,9 +26,10 @@ from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
 from kronscope.optim.options import checked_group, hyper_of, layouts_of, structure_of
 from kronscope.optim.parallel import SingleProcess
-from kronscope.optim.schedule import assign_phases, due_blocks, stale_blocks
+from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import check_loaded, load_tensors
+from kronscope.optim.work import Work, take_roots
 
 __all__ = ["KroneckerOptimizer"]
 
@@ -192,50 +192,38 @@ class KroneckerOptimizer(Optimizer):
                 elementwise_step(params, states, steps, hypers[index], group)
 
     def _step_stacks(self, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
-        updates: dict[Tensor, dict[int, Tensor]] = {}
+        works: list[Work] = []
         for stack in self._placement.mine(self._stacks):
             cohorts: dict[int, list[Member]] = {}
             for member in stack.members:
                 if member.param in active:
                     cohorts.setdefault(int(self.state[member.param]["step"]), []).append(member)
             for step, members in cohorts.items():
-                update = self._placement.exchanged(self._update(stack, members, active, hypers[stack.group], step))
-                offset = 0
-                for member in members:
-                    piece = update[offset : offset + member.tile.count]
-                    updates.setdefault(member.param, {})[member.tile_index] = piece
-                    offset += member.tile.count
+                works.append(self._begin(stack, members, active, hypers[stack.group], step))
+        take_roots(works)
+        updates: dict[Tensor, dict[int, Tensor]] = {}
+        for work in works:
+            update = self._placement.exchanged(work.finish())
+            offset = 0
+            for member in work.members:
+                piece = update[offset : offset + member.tile.count]
+                updates.setdefault(member.param, {})[member.tile_index] = piece
+                offset += member.tile.count
         for index, group in enumerate(self.param_groups):
             mine = [param for param in updates if active[param] == index]
             if mine:
                 self._apply(mine, [_assembled(self._layouts[param], updates[param]) for param in mine], group)
 
-    def _update(
+    def _begin(
         self, stack: Stack, members: Sequence[Member], active: dict[Tensor, int], hyper: Hyper, step: int
-    ) -> Tensor:
-        """Return the updates of some members, all at the same step, working on their part of the stack."""
+    ) -> Work:
+        """Take the gradients of some members, all at the same step, into their part of the stack."""
         grads = stack.gather(
             lambda param: prepared_gradient(param, self.param_groups[active[param]]),
             members,
             factor_dtype(members[0].param),
         )
-        rows = None
-        state = stack.tensors
-        if len(members) < len(stack.members):
-            rows = torch.cat([torch.arange(member.start, member.stop) for member in members])
-            state = {name: tensor[rows] for name, tensor in stack.tensors.items()}
-        mean = accumulate(state, grads, stack.factored, hyper, step)
-        for mode, candidates in enumerate(due_blocks(stack, rows, hyper, step)):
-            if candidates is not None:
-                index = stale_blocks(state, mode, candidates, hyper, step)
-                if index.numel():
-                    refresh_roots(state, mode, index, hyper, step)
-                    stack.refreshed[index if rows is None else rows[index], mode] = step
-        update = direction(state, mean, stack.factored, hyper, step)
-        if rows is not None:
-            for name, tensor in state.items():
-                stack.tensors[name][rows] = tensor
-        return update
+        return Work(stack, members, grads, hyper, step)
 
     def _apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         apply_updates(params, updates, group)

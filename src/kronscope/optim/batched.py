@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kronscope.kron.roots import solve_roots
+from kronscope.kron.triangles import pack, stored_traces, unpack
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
-from kronscope.optim.grafts import graft_direction, rescaled, update_second_moment
+from kronscope.optim.grafts import adam_graft, graft_direction, rescaled, update_second_moment
 from kronscope.optim.pieces import (
     Tensors,
     add_gram,
@@ -18,12 +20,11 @@ from kronscope.optim.pieces import (
     isotropic_root,
     positive_power,
     ridge_of,
-    traces,
     unit_factor,
 )
 from kronscope.optim.soap_batched import change_basis, soap_accumulate
 
-__all__ = ["accumulate", "batched_update", "direction", "refresh_roots", "traces_of"]
+__all__ = ["accumulate", "batched_update", "direction", "refresh_roots"]
 
 
 def batched_update(
@@ -44,18 +45,30 @@ def batched_update(
         step: The step all these blocks are at, from 1.
         due: For each mode, which blocks' roots are to be taken anew: indices, or None for no block.
     """
-    mean = accumulate(state, grads, factored, hyper, step)
+    moments = accumulate(state, grads, factored, hyper, step)
     for mode, index in enumerate(due):
         if index is not None and (hyper.family == "soap" or step >= hyper.start):
             refresh_roots(state, mode, index, hyper, step)
-    return direction(state, mean, factored, hyper, step)
+    return direction(state, moments, factored, hyper, step)
 
 
-def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
-    """Take gradients into factors and moments; return their mean (for SOAP: the finished update)."""
+class Moments(NamedTuple):
+    """What a step takes from the gradients.
+
+    Attributes:
+        mean: Mean of the gradients, not corrected for its bias; for SOAP the finished update.
+        graft: The update of the grafted optimizer, where it came in the same pass.
+    """
+
+    mean: Tensor
+    graft: Tensor | None = None
+
+
+def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Moments:
+    """Take gradients into factors and moments."""
     modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
     if hyper.family == "soap":
-        return soap_accumulate(state, grads, modes, hyper, step)
+        return Moments(soap_accumulate(state, grads, modes, hyper, step))
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
     if hyper.family == "kl":
         _accumulate_kl(state, grads, modes, decay, gain)
@@ -64,11 +77,14 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
     else:
         for mode in modes:
             add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+    graft = adam_graft(state, grads, hyper, step)
+    if graft is not None:
+        return Moments(state["exp_avg"], graft)
     if "graft_sq" in state:
         update_second_moment(state["graft_sq"], grads, hyper)
     if hyper.beta1 == 0:
-        return grads
-    return state["exp_avg"].lerp_(grads, 1 - hyper.beta1)
+        return Moments(grads)
+    return Moments(state["exp_avg"].lerp_(grads, 1 - hyper.beta1))
 
 
 def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
@@ -76,7 +92,7 @@ def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: 
     if hyper.family == "soap":
         change_basis(state, mode, index, hyper, step)
         return
-    factors = state[f"factor{mode}"][index] / hyper.correction2(step)
+    factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
     basis = state.get(f"basis{mode}")
     warm = None if basis is None or step == 1 else basis[index]
     root = state[f"root{mode}"]
@@ -85,34 +101,38 @@ def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: 
         hyper.exponent(mode),
         ridge_of(hyper),
         hyper.solver,
-        previous=root[index] if step > 1 else None,
+        previous=unpack(root[index]) if step > 1 else None,
         warm=warm,
     )
-    root[index] = found.matrices
+    root[index] = pack(found.matrices, root)
     if basis is not None and found.vectors is not None:
         basis[index] = found.vectors
-    trace = traces(factors) + ridge_of(hyper).eps * factors.shape[-1]
+    trace = stored_traces(factors) + ridge_of(hyper).eps * factors.shape[-1]
     state["spectrum"][index, mode] = torch.cat([trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1)
 
 
 def direction(
-    state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False
+    state: Tensors, moments: Moments, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False
 ) -> Tensor:
-    """Return the updates of a stack from the means that :func:`accumulate` returned; ``peek`` leaves momentum alone."""
+    """Return the updates of a stack from what :func:`accumulate` returned; ``peek`` leaves momentum alone."""
+    mean, graft = moments
     if hyper.family == "soap":
         return rescaled(mean, None, hyper)
-    if hyper.beta1 > 0:
-        mean = mean / (1 - hyper.beta1**step)
+    correction = 1 - hyper.beta1**step if hyper.beta1 > 0 else 1.0
     preconditioned = step >= hyper.start
-    graft = None
-    if isinstance(hyper.scale, Graft):
-        graft = graft_direction(mean, state.get("graft_sq"), hyper, step)
+    if isinstance(hyper.scale, Graft) and graft is None:
+        graft = graft_direction(mean / correction, state.get("graft_sq"), hyper, step)
     if graft is not None and not preconditioned:
-        update = graft.clone() if graft is mean else graft
+        update = graft
+    elif not preconditioned:
+        update = mean / correction
     else:
-        update = _preconditioned(state, mean, factored, hyper, step) if preconditioned else mean.clone()
+        update = _preconditioned(state, mean, factored, hyper, step)
+    if graft is None or preconditioned:
         weights = _weights(state, mean, factored, hyper, step, preconditioned)
         if weights is not None:
+            # a graft or a fixed length needs no correction of the mean: it rescales anyway
+            weights = weights / correction if preconditioned else weights
             update.mul_(weights.view(-1, *[1] * (mean.ndim - 1)))
         update = rescaled(update, graft, hyper)
     if hyper.momentum > 0:
@@ -122,19 +142,20 @@ def direction(
     return update
 
 
-def traces_of(state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
+def _traces(state: Tensors, mode: int, size: int, hyper: Hyper, step: int) -> Tensor:
     """Return the traces (B,) of the factors as they are now, with the eps that sums start from."""
-    factor = state[f"factor{mode}"]
-    return traces(factor) / hyper.correction2(step) + ridge_of(hyper).eps * factor.shape[-1]
+    return stored_traces(state[f"factor{mode}"]) / hyper.correction2(step) + ridge_of(hyper).eps * size
 
 
 def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
     if mean.ndim == 3:
-        update = torch.bmm(state["root0"], mean) if factored[0] else mean
-        return torch.bmm(update, state["root1"]) if factored[1] else update
+        update = torch.bmm(unpack(state["root0"]), mean) if factored[0] else mean
+        return torch.bmm(update, unpack(state["root1"])) if factored[1] else update
     update = mean
-    for mode, has_factor in enumerate(factored):
-        if has_factor:
+    # the middle modes come last: only they leave data in another order
+    last = len(factored) - 1
+    for mode in (last, *range(last)):
+        if factored[mode]:
             update = batched_times(state[f"root{mode}"], update, mode)
     return update
 
@@ -146,7 +167,7 @@ def _weights(
     if isinstance(hyper.scale, Graft | Norm) or (hyper.scale is None and not preconditioned):
         return None
     modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
-    now = {mode: traces_of(state, mode, hyper, step) for mode in modes}
+    now = {mode: _traces(state, mode, mean.shape[1 + mode], hyper, step) for mode in modes}
     bare = [mode for mode in range(len(factored)) if mode not in modes]
     if isinstance(hyper.scale, Trace):
         whole = torch.stack(list(now.values())).prod(0) if hyper.family == "kl" else now[modes[0]]
@@ -174,7 +195,7 @@ def _accumulate_kl(state: Tensors, grads: Tensor, modes: Sequence[int], decay: f
                 trace = state["spectrum"][:, other, 0]
                 seen = trace > 0
                 # before the first root the other side is rms^(2/q) I; roots then hold a multiple of I as well
-                start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"][:, 0, 0]
+                start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"].flatten(1)[:, 0]
                 weight = torch.where(seen, positive_power(trace, -0.5), start)
                 whitened = batched_times(state[f"root{other}"], whitened, other) * weight.view(shape)
         grams[mode] = whitened
@@ -185,15 +206,14 @@ def _accumulate_kl(state: Tensors, grads: Tensor, modes: Sequence[int], decay: f
 
 def _accumulate_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -> None:
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
-    old = [state["factor0"] * decay, state["factor1"] * decay]
+    factors = [unpack(state["factor0"]), unpack(state["factor1"])]
+    old = [factors[0] * decay, factors[1] * decay]
     for power_round in range(hyper.power_rounds):
-        middle = [
-            unit_factor(state[f"factor{mode}"] / hyper.correction2(step)) if power_round else None for mode in (0, 1)
-        ]
+        middle = [unit_factor(factors[mode] / hyper.correction2(step)) if power_round else None for mode in (0, 1)]
         left = grads if middle[1] is None else torch.bmm(grads, middle[1])
         right = grads if middle[0] is None else torch.bmm(middle[0], grads)
-        torch.baddbmm(old[0], left, grads.mT, alpha=gain, out=state["factor0"])
-        torch.baddbmm(old[1], grads.mT, right, alpha=gain, out=state["factor1"])
+        torch.baddbmm(old[0], left, grads.mT, alpha=gain, out=factors[0])
+        torch.baddbmm(old[1], grads.mT, right, alpha=gain, out=factors[1])
     for mode in (0, 1):
-        factor = state[f"factor{mode}"]
-        factor.copy_((factor + factor.mT) / 2)
+        stored = state[f"factor{mode}"]
+        stored.copy_(pack((factors[mode] + factors[mode].mT) / 2, stored))

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.roots import root_residual
+from kronscope.kron.triangles import stored_traces, unpack
 from kronscope.optim.apply import prepared_gradient
-from kronscope.optim.batched import direction
+from kronscope.optim.batched import Moments, direction
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 from kronscope.optim.explain import table
-from kronscope.optim.pieces import Tensors, batched_times, ridge_of, traces
+from kronscope.optim.pieces import Tensors, batched_times, ridge_of
 from kronscope.optim.soap_batched import soap_direction
 from kronscope.optim.stacks import block_key, factor_dtype
 
@@ -113,7 +114,8 @@ def diagnose(
 
 def _tile_tensors(tensors: Tensors, index: int) -> Tensors:
     prefix = block_key(index, "")
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return {name: unpack(value) if name.startswith(("factor", "root")) else value for name, value in found.items()}
 
 
 def _worst(first: float, second: float) -> float:
@@ -133,7 +135,9 @@ def _condition(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
 def _effective_rank(factors: Tensor) -> float:
     wide = factors.double()
     norms = wide.square().sum((-2, -1))
-    ranks = torch.where(norms > 0, traces(wide).square() / norms.clamp_min(torch.finfo(torch.float64).tiny), norms)
+    ranks = torch.where(
+        norms > 0, stored_traces(wide).square() / norms.clamp_min(torch.finfo(torch.float64).tiny), norms
+    )
     return float(ranks.amin())
 
 
@@ -186,4 +190,4 @@ def _peek(
             for mode in tile.modes:
                 mean = batched_times(state[f"basis{mode}"].mT, mean, mode)
         return soap_direction(state, mean, tile.modes, hyper, step)
-    return direction(state, mean, tile.factored, hyper, step, peek=True)
+    return direction(state, Moments(mean), tile.factored, hyper, step, peek=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
 
-__all__ = ["block_norms", "graft_direction", "rescaled", "update_second_moment"]
+__all__ = ["adam_graft", "block_norms", "graft_direction", "rescaled", "update_second_moment"]
 
 
 def update_second_moment(second: Tensor, grads: Tensor, hyper: Hyper) -> None:
@@ -48,6 +48,34 @@ def graft_direction(mean: Tensor, second: Tensor | None, hyper: Hyper, step: int
     return (mean / denominator).nan_to_num_(nan=0.0) if eps == 0 else mean / denominator
 
 
+def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int) -> Tensor | None:
+    """Update both moments and return Adam's direction in one pass over memory; None where no kernel does that."""
+    graft = hyper.scale
+    if not isinstance(graft, Graft) or graft.kind != "adam" or hyper.beta1 == 0 or grads.device.type != "cpu":
+        return None
+    beta2, eps = hyper.graft_beta2(), hyper.eps if graft.eps is None else graft.eps
+    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64) or not grads.is_contiguous():
+        return None
+    direction = torch.zeros_like(grads)
+    # fused Adam on parameters of zero with the learning rate -1 leaves the direction itself
+    torch._fused_adam_(
+        [direction],
+        [grads],
+        [state["exp_avg"]],
+        [state["graft_sq"]],
+        [],
+        [torch.tensor(float(step))],
+        amsgrad=False,
+        lr=-1.0,
+        beta1=hyper.beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+    return direction
+
+
 def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
     """Give each block its length: the graft's, a fixed one, or its own up to a bound; in place where possible."""
     scale = hyper.scale
@@ -72,7 +100,7 @@ def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
 
 def block_norms(blocks: Tensor) -> Tensor:
     """Frobenius norm of each block, as (B, 1, ...) to multiply with."""
-    norms: Tensor = torch.linalg.vector_norm(blocks.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=tuple(range(1, blocks.ndim)))
     return norms.view(-1, *[1] * (blocks.ndim - 1))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kronscope.kron.block_diagonal import BlockDiagonal
 from kronscope.kron.operators import Diagonal, EigenbasisDiagonal, KroneckerProduct, Operator
+from kronscope.kron.triangles import unpack
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors
@@ -31,6 +32,7 @@ def live_operator(param: Tensor, state: Tensors, layout: Layout, hyper: Hyper) -
     blocks = []
     for index, tile in enumerate(layout.tiles):
         tensors = {name: state[block_key(index, name)] for name in _names(tile, hyper)}
+        tensors = {name: unpack(tensor) if "factor" in name else tensor for name, tensor in tensors.items()}
         for place in range(tile.count):
             one = {name: _wide(tensor[place]) for name, tensor in tensors.items()}
             blocks.append((_indices(tile, place, layout.view, shape), _block_operator(one, tile, hyper, step)))

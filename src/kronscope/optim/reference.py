@@ -26,7 +26,8 @@ def reference_update(
     """Update the state of one block with one gradient and return the step to take; written to be read.
 
     Args:
-        state: One block's tensors, as :func:`new_state` makes them but without the first index; changed in place.
+        state: One block's tensors, as :func:`new_state` makes them with ``packs=False`` but without the first index;
+            changed in place.
         grad: The block's gradient.
         factored: Which modes have a factor.
         hyper: Options.

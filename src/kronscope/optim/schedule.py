@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.roots import root_residual
+from kronscope.kron.triangles import unpack
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.pieces import Tensors, ridge_of
@@ -83,7 +84,7 @@ def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: i
     schedule = hyper.refresh
     if not isinstance(schedule, Adaptive) or schedule.takes_all(hyper.schedule_step(step)):
         return index
-    factors = state[f"factor{mode}"][index] / hyper.correction2(step)
+    factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
     if hyper.family == "soap":
         basis = state[f"basis{mode}"][index]
         moved = factors @ basis
@@ -92,5 +93,6 @@ def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: i
         residuals = rest.norm(dim=(-2, -1)) / factors.norm(dim=(-2, -1)).clamp_min(tiny)
     else:
         largest = state["spectrum"][index, mode, 1]
-        residuals = root_residual(factors, state[f"root{mode}"][index], hyper.exponent(mode), ridge_of(hyper), largest)
+        roots = unpack(state[f"root{mode}"][index])
+        residuals = root_residual(factors, roots, hyper.exponent(mode), ridge_of(hyper), largest)
     return index[(residuals > schedule.tolerance).cpu()]

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kronscope.kron.bases import eigenbases, improved_basis
 from kronscope.kron.powers import default_cutoff
-from kronscope.kron.roots import eigenbases, orthogonal_iteration
+from kronscope.kron.triangles import unpack
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times
 
@@ -56,7 +57,9 @@ def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: 
     if hyper.published:
         denominator.add_(hyper.eps).mul_(correction1 / correction2)
     else:
-        denominator.add_(soap_floor(denominator)).div_(correction2).add_(hyper.eps).mul_(correction1)
+        # (√v + floor) / c₂ + ε, all times c₁, in one pass
+        floor = (soap_floor(denominator) / correction2 + hyper.eps) * correction1
+        torch.add(floor, denominator, alpha=correction1 / correction2, out=denominator)
     update = torch.div(mean, denominator, out=denominator)
     if hyper.eps == 0:
         # 0/0: an entry that has been zero so far moves nothing
@@ -79,13 +82,13 @@ def soap_floor(deviations: Tensor) -> Tensor:
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
     if hyper.solver.is_warm and step > 1:
-        return orthogonal_iteration(factors, old, getattr(hyper.solver, "rounds", 1))[0]
+        return improved_basis(factors, old, getattr(hyper.solver, "rounds", 1))
     return eigenbases(factors, old)
 
 
 def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
     """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
-    old, factors = state[f"basis{mode}"][index], state[f"factor{mode}"][index]
+    old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
     second = state["exp_avg_sq"][index]
     if hyper.published:
         new, second = _basis_as_published(factors, old, second, mode, step)

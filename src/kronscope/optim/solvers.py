@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
+from kronscope.kron.powers import default_cutoff
 from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, Roots, RootSolver
 from kronscope.optim.config import register
 
@@ -22,8 +23,14 @@ class CostModel:
     """A root solver that takes, for each size, the one that was measured to be fastest.
 
     The table is data, not measured on the fly, so that a run and its continuation choose alike. On CPUs an
-    eigendecomposition is the faster one at every size, so the default has no other entry; make one for a device with
-    :func:`measure_solvers`.
+    eigendecomposition is the faster one at every size (a Newton root takes about ten times as long), so the default has
+    no entry for them. On CUDA it takes the Newton iteration from size 128 on. That follows from counting, not from a
+    measurement: an iteration is a few products, which a GPU does for a whole stack at once, while it takes
+    decompositions of this size one by one and half of each is bound by memory. :func:`measure_solvers` makes the table
+    of your device.
+
+    The Newton iteration is chosen only where both give the same root: for exponents -1/p, and for a damping above the
+    rounding of the factor (below it a decomposition knows which directions are empty, and leaves them out).
 
     Attributes:
         newton: Pairs (device type, smallest size) from which on the coupled Newton iteration is faster.
@@ -33,7 +40,7 @@ class CostModel:
     CoupledNewton(iterations=60, tolerance=0.001, is_warm=False)
     """
 
-    newton: tuple[tuple[str, int], ...] = ()
+    newton: tuple[tuple[str, int], ...] = (("cuda", 128),)
     tolerance: float = 1e-3
     is_warm: bool = False
 
@@ -41,15 +48,18 @@ class CostModel:
         """Make the table hashable, also when it was read from a file."""
         object.__setattr__(self, "newton", tuple((str(kind), int(size)) for kind, size in self.newton))
 
-    def choice(self, device: str, size: int, exponent: float, ridge: Ridge) -> RootSolver:
-        """Return the solver for factors of this size."""
-        takes = exponent < 0 and abs(round(-1 / exponent) * exponent + 1) < 1e-9 and not ridge.is_pseudo_inverse
+    def choice(
+        self, device: str, size: int, exponent: float, ridge: Ridge, dtype: torch.dtype = torch.float32
+    ) -> RootSolver:
+        """Return the solver for factors of this size and type."""
+        takes = exponent < 0 and abs(round(-1 / exponent) * exponent + 1) < 1e-9
+        takes = takes and ridge.damping > default_cutoff(size, dtype)
         fast = any(kind == device and size >= least for kind, least in self.newton)
         return CoupledNewton(tolerance=self.tolerance) if fast and takes else Eigh(tolerance=self.tolerance)
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         """Return the roots of ``factors`` (B, d, d), each divided by its trace first."""
-        chosen = self.choice(factors.device.type, factors.shape[-1], exponent, ridge)
+        chosen = self.choice(factors.device.type, factors.shape[-1], exponent, ridge, factors.dtype)
         return chosen.solve(factors, exponent, ridge, warm)
 
 

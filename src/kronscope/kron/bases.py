@@ -1,0 +1,92 @@
+"""Eigenbases of stacks of symmetric matrices: decomposed anew, or improved from the last ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from kronscope.errors import NonFiniteError
+from kronscope.kron.powers import Spectrum
+from kronscope.kron.triangles import symmetric_product
+
+__all__ = ["eigenbases", "improved_basis", "orthogonal_iteration", "probe_vector"]
+
+
+def orthogonal_iteration(factors: Tensor, vectors: Tensor, rounds: int = 1) -> tuple[Tensor, Tensor]:
+    r"""Improve eigenvectors by power steps, :math:`Q \leftarrow \mathrm{qr}(AQ)`, in descending order of eigenvalue.
+
+    Args:
+        factors: Symmetric matrices (B, d, d).
+        vectors: Orthonormal start (B, d, d).
+        rounds: Number of power steps.
+
+    Returns:
+        The vectors and their Rayleigh quotients (B, d).
+    """
+    vectors = improved_basis(factors, vectors, rounds)
+    return vectors, (vectors * (factors @ vectors)).sum(-2)
+
+
+def improved_basis(factors: Tensor, vectors: Tensor, rounds: int = 1) -> Tensor:
+    """Return the vectors of :func:`orthogonal_iteration` alone, which saves a product."""
+    moved = factors @ vectors
+    order = (vectors * moved).sum(-2).argsort(dim=-1, descending=True, stable=True)
+    vectors = _orthonormal(moved.gather(-1, order.unsqueeze(-2).expand_as(moved)))
+    for _ in range(rounds - 1):
+        vectors = _orthonormal(factors @ vectors)
+    return vectors
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    r"""Return :math:`Q` of the QR decompositions of matrices (B, d, d), up to the signs of its columns.
+
+    Columns that are nearly orthogonal, as those of a moved eigenbasis are, need no reflections: with
+    :math:`W` the columns at length one and :math:`W^\top W = R^\top R`, it is :math:`W R^{-1}`: three
+    quarters of the time at size 1024 on a CPU. Where a probe finds the result
+    less than orthonormal, reflections take over.
+    """
+    info = torch.finfo(columns.dtype)
+    unit = columns / columns.norm(dim=-2, keepdim=True).clamp_min(info.tiny)
+    lower = torch.linalg.cholesky_ex(symmetric_product(unit.mT, unit.mT)).L
+    basis: Tensor = torch.linalg.solve_triangular(lower.mT, unit, upper=True, left=False)
+    probe = probe_vector(basis)
+    errors = (basis.mT @ (basis @ probe) - probe).norm(dim=(-2, -1))
+    for index in (~(errors <= 100 * info.eps)).nonzero().flatten().tolist():
+        basis[index] = torch.linalg.qr(columns[index]).Q
+    return basis
+
+
+def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
+    """Return the eigenvectors of a stack of factors, by descending eigenvalue, with a safety net.
+
+    Where a decomposition fails, float64 is tried, then the previous basis stays.
+
+    Args:
+        factors: Symmetric matrices (B, d, d).
+        previous: Orthonormal bases (B, d, d) to fall back on.
+    """
+    try:
+        vectors: Tensor = torch.linalg.eigh(factors).eigenvectors.flip(-1)
+        good = torch.isfinite(vectors).all(-1).all(-1)
+        if bool(good.all()):
+            return vectors
+    except LinAlgError:
+        vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool)
+    for index in (~good).nonzero().flatten().tolist():
+        try:
+            again = Spectrum.of(factors[index].double()).vectors.flip(-1).to(factors.dtype)
+            vectors[index] = again
+        except (LinAlgError, NonFiniteError):
+            vectors[index] = previous[index]
+    return vectors
+
+
+def probe_vector(factors: Tensor) -> Tensor:
+    """One fixed vector of signs per stack: no global random state is touched and reruns agree."""
+    size = factors.shape[-1]
+    index = torch.arange(1, size + 1, dtype=torch.float64)
+    signs = torch.sign(torch.sin(index * index * 0.7390851332 + 0.5)).to(factors)
+    return signs.view(1, size, 1).expand(factors.shape[0], size, 1) / math.sqrt(max(size, 1))

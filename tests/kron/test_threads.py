@@ -1,0 +1,62 @@
+"""Threads: the same bits as one after the other, and no trace left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kronscope.kron.threads import in_threads
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def decompositions(sizes: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(size, 2 * size, generator=generator) for size in sizes]
+    jobs = [lambda rows=rows: torch.linalg.eigh(rows @ rows.T).eigenvectors for rows in made]
+    return in_threads(jobs)
+
+
+def test_threads_give_the_bits_of_one_thread(threads):
+    side_by_side = decompositions([90, 130, 70, 200, 10])
+    single = decompositions([90])
+    torch.set_num_threads(1)
+    one_by_one = decompositions([90, 130, 70, 200, 10])
+    assert all(torch.equal(a, b) for a, b in zip(side_by_side, one_by_one, strict=True))
+    assert torch.equal(single[0], one_by_one[0])
+
+
+def test_the_number_of_threads_is_left_alone(threads):
+    seen = in_threads([torch.get_num_threads] * 4)
+    assert seen == [1, 1, 1, 1]
+    assert torch.get_num_threads() == threads
+    fresh: list[int] = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [threads]
+
+
+def test_an_error_arrives_after_all_have_ended(threads):
+    ended = []
+
+    def fails() -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        in_threads([fails, lambda: ended.append(1), lambda: ended.append(2)])
+    assert sorted(ended) == [1, 2]
+
+
+def test_gradients_are_not_recorded(threads):
+    assert in_threads([torch.is_grad_enabled] * 2) == [False, False]
+    assert torch.is_grad_enabled()
