@@ -41,6 +41,7 @@ def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timeout(600)
 def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
     ended = launched(tmp_path, *_PAPER, "--out", "two")
     assert ended.returncode == 0, ended.stderr

@@ -107,11 +107,11 @@ def test_an_interruption_while_measuring_goes_on_with_the_same_numbers(tmp_path:
 
 
 def test_a_measurement_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(*arguments: Any, **options: Any) -> ks.Results:
-        results = ks.measure(*arguments, **options)
-        return ks.Results(results.rows[:1], (), results.settings, partial=True)
+    def cut(*arguments: Any, **options: Any) -> tuple[ks.Results, ...]:
+        measured = ks.measure_fits(*arguments, **options)
+        return tuple(ks.Results(results.rows[:1], (), results.settings, partial=True) for results in measured)
 
-    monkeypatch.setattr("kronscope.paper.experiment.measure", cut)
+    monkeypatch.setattr("kronscope.paper.experiment.measure_fits", cut)
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path / "b")
     assert Run.open(tmp_path / "b").stored("gauss_newton-0-0") is None
