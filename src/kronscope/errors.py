@@ -21,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "NotFactoredError",
     "OptionError",
+    "ParallelError",
     "ResultsError",
     "RunError",
     "ShapeError",
@@ -98,3 +99,7 @@ class StateError(KronscopeError, ValueError):
 
 class ConformanceError(KronscopeError, AssertionError):
     """An operator or approximation does not keep a promise that :mod:`kronscope.testing` checks."""
+
+
+class ParallelError(KronscopeError, RuntimeError):
+    """Processes that should work together differ, do not answer, or hold a parameter in parts that cannot be used."""
