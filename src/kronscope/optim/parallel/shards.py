@@ -46,10 +46,11 @@ class Shards:
         Shards(dim=1, ranges=((0, 18), (18, 36)), copies=(0, 0))
         """
         step = math.prod(layout.shape[self.dim + 1 :])
-        for dim, size in enumerate(layout.view):
+        # a dimension of one element fits where others do: those come first
+        for dim, size in sorted(enumerate(layout.view), key=lambda pair: pair[1] == 1):
             below = math.prod(layout.view[dim + 1 :])
             # the dimension is the slowest of those merged into this one of the view
-            if size > 1 and below * size == step * layout.shape[self.dim] and step % below == 0:
+            if below * size == step * layout.shape[self.dim] and step % below == 0:
                 scale = step // below
                 return Shards(dim, tuple((a * scale, b * scale) for a, b in self.ranges), self.copies)
         raise ParallelError(
