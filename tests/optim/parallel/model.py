@@ -65,9 +65,9 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-def wrapped(mode: str, square: bool = False) -> nn.Module:
+def wrapped(mode: str, square: bool = False, scalar: bool = False) -> nn.Module:
     """The model, with the same values on every process, made parallel."""
-    model = Mixed(square, scalar=mode not in ("fsdp2", "hsdp"))
+    model = Mixed(square, scalar)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if mode == "ddp":
         return DistributedDataParallel(model)

@@ -22,7 +22,7 @@ TOLERANCE = 1e-9
 
 
 def run(mode: str, name: str, steps: int = STEPS) -> dict[str, Any]:
-    model = wrapped(mode, "square" in name)
+    model = wrapped(mode, "square" in name, scalar=mode in ("single", "ddp"))
     optimizer = MAKERS[name](model.parameters())
     train(model, optimizer, range(steps), bad=BAD)
     return {**values(model), "skipped": torch.tensor(optimizer.skipped_steps)}  # type: ignore[attr-defined]
