@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -15,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-TIMEOUT = 60.0
+TIMEOUT = 20.0
 
 
 def _serve(rank: int, inbox: Any, outbox: Any, paths: list[str]) -> None:
@@ -36,8 +37,9 @@ def _serve(rank: int, inbox: Any, outbox: Any, paths: list[str]) -> None:
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
                 result = getattr(importlib.import_module(module), name)(**kwargs)
-            outbox.put((rank, True, result))
-        except BaseException:
+            # pickled here, where a failure is reported, and by value
+            outbox.put((rank, True, pickle.dumps(result)))
+        except BaseException:  # noqa: BLE001  # the parent reports it
             outbox.put((rank, False, traceback.format_exc()))
         finally:
             if dist.is_initialized():
@@ -48,7 +50,7 @@ class Pool:
     """Processes that wait for work."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = multiprocessing.get_context("spawn")
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(size)]
         self._processes = [
@@ -68,7 +70,7 @@ class Pool:
         found = [self._outbox.get(timeout=4 * TIMEOUT) for _ in range(size)]
         failures = [f"rank {rank}:\n{text}" for rank, good, text in sorted(found) if not good]
         assert not failures, "\n".join(failures)
-        return [result for _, _, result in sorted(found, key=lambda item: item[0])]
+        return [pickle.loads(result) for _, _, result in sorted(found, key=lambda item: item[0])]
 
     def close(self) -> None:
         for inbox in self._inboxes:

@@ -17,7 +17,7 @@ from kronscope.optim.parallel.assign import Rows, Work, assign_blocks, assign_ro
 from kronscope.optim.parallel.collectives import gather_bytes, gather_objects, group_ranks
 from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
 from kronscope.optim.parallel.replicated import ReplicatedExchange, segments_of
-from kronscope.optim.parallel.scattered import Scattered
+from kronscope.optim.parallel.scattered import Processes, Scattered
 from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
 from kronscope.optim.parallel.shards import Shards, is_dtensor, local_gradient, local_tensor, shards_of
 from kronscope.optim.stacks import Member, factor_dtype
@@ -175,7 +175,7 @@ class Distributed:
             return tensor
         ranges = self.ranges[param][self._tile(name)]
         shape = (ranges[-1][1], *tensor.shape[1:]) if not self._layouts[param].is_elementwise else param.shape
-        return Scattered(tensor, shape, ranges, self.rank, self._mesh(param), self.group)
+        return Scattered(tensor, shape, ranges, self.rank, Processes(self._mesh(param), self.group))
 
     def unpacked(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Return this process's part of a saved tensor: of a whole one, or of one that several processes saved.

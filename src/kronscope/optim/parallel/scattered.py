@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,24 @@ from kronscope.errors import ParallelError, StateError
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import gather_flat
 
-__all__ = ["Scattered"]
+__all__ = ["Processes", "Scattered"]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that share a tensor.
+
+    Attributes:
+        mesh: A mesh of them.
+        group: Their group.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+        # a copied tensor belongs to the same processes, and they cannot be copied
+        return self
 
 
 class Scattered(DTensor):
@@ -35,15 +53,13 @@ class Scattered(DTensor):
         shape: Shape of the whole.
         ranges: The range of rows of each process.
         rank: This process's place among them.
-        mesh: A mesh of the processes; None for one that was read from a file.
-        group: The processes, in the order of ``ranges``.
+        processes: All of them, in the order of ``ranges``; None for a tensor that was read from a file.
     """
 
     _rows: Tensor
     _ranges: tuple[Range, ...]
     _rank: int
-    _mesh: DeviceMesh | None
-    _group: dist.ProcessGroup | None
+    _processes: Processes | None
 
     @staticmethod
     def __new__(
@@ -52,15 +68,14 @@ class Scattered(DTensor):
         shape: Sequence[int],
         ranges: Sequence[Range],
         rank: int,
-        mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
+        processes: Processes | None = None,
     ) -> Scattered:
         """Make the outside, which has the shape of the whole."""
         made: Scattered = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=rows.dtype, device=rows.device
         )
         made._rows, made._ranges, made._rank = rows, tuple(tuple(pair) for pair in ranges), rank  # type: ignore[misc]
-        made._mesh, made._group = mesh, group
+        made._processes = processes
         return made
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -80,14 +95,15 @@ class Scattered(DTensor):
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the whole; every process must ask at the same time."""
-        if self._group is None:
+        if self._processes is None:
             raise ParallelError(
                 f"this state tensor was read from a file and holds rows {self.row_range} of {len(self)} only; use "
                 f"torch.distributed.checkpoint to save states that other processes can load."
             )
         width = math.prod(self.shape[1:])
         sizes = [width * (stop - start) for start, stop in self._ranges]
-        pieces = gather_flat(self._rows.reshape(-1), sizes, self._group, "gathering the optimizer's state")
+        group = self._processes.group
+        pieces = gather_flat(self._rows.reshape(-1), sizes, group, "gathering the optimizer's state")
         return torch.cat(pieces).view(self.shape)
 
     # --- torch.distributed.checkpoint -----------------------------------------------------------------------------
@@ -124,16 +140,16 @@ class Scattered(DTensor):
     @property
     def device_mesh(self) -> Any:
         """A mesh of the processes."""
-        return self._mesh
+        return None if self._processes is None else self._processes.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Replicated: what is copied into it is the whole."""
-        return tuple(Replicate() for _ in range(self._mesh.ndim if self._mesh is not None else 1))
+        return tuple(Replicate() for _ in range(1 if self._processes is None else self._processes.mesh.ndim))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """Return the whole as a replicated DTensor; every process must ask at the same time."""
-        return DTensor.from_local(self.full_tensor(), self._mesh, self.placements, run_check=False)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, self.placements, run_check=False)
 
     def to_local(self, *, grad_placements: object = None) -> Scattered:
         """Return itself, into which the whole may be copied."""
@@ -152,7 +168,7 @@ class Scattered(DTensor):
         return self
 
     def _with(self, rows: Tensor) -> Scattered:
-        return Scattered(rows, self.shape, self._ranges, self._rank, self._mesh, self._group)
+        return Scattered(rows, self.shape, self._ranges, self._rank, self._processes)
 
     def to(self, *args: Any, **kwargs: Any) -> Scattered:
         """Return it with its rows moved or cast."""
@@ -161,6 +177,10 @@ class Scattered(DTensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Scattered:
         """Return it with its rows on the CPU."""
         return self._with(self._rows.cpu())
+
+    def new_empty(self, *size: Any, **kwargs: Any) -> Scattered:
+        """Return one without rows, for those who copy its attributes afterwards."""
+        return self._with(self._rows.new_empty(0, **kwargs))
 
     def clone(self, **kwargs: Any) -> Scattered:
         """Return it with its rows copied."""
