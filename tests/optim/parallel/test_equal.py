@@ -1,8 +1,8 @@
 """Several processes come to the numbers of one.
 
-The tolerance is 1e-9 relative to the largest entry of a parameter: sums over the batch are taken in another order, which
-changes a gradient by 1e-16, and 30 steps through roots of factors whose condition is up to 1e4 amplify that. SOAP runs on
-square blocks of full rank: in the null space of a factor its basis is decided by rounding, and the steps depend on it.
+The tolerance is 1e-9 relative to the largest entry of a parameter: sums over the batch are taken in another order,
+which changes a gradient by 1e-16, and 30 steps through roots of factors whose condition is up to 1e4 amplify that. SOAP
+runs on square blocks of full rank: in the null space of a factor rounding decides its basis, and steps depend on it.
 """
 
 from __future__ import annotations

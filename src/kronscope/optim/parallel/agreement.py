@@ -96,7 +96,8 @@ def check_same_values(params: Sequence[Tensor], names: Mapping[Tensor, str], gro
         values = plain.detach().to(wide)
         sums += [values.sum(), values.abs().sum()]
     mine = torch.stack([value.to(params[0].device) for value in sums])
-    everyone = torch.stack(gather_flat(mine, [len(sums)] * dist.get_world_size(group), group, "comparing values"))
+    sizes = [len(sums)] * dist.get_world_size(group)
+    everyone = torch.stack(gather_flat(mine, sizes, group, "comparing values between processes", padded=True))
     first, spread = everyone[0].view(-1, 2), (everyone - everyone[0]).abs().view(len(everyone), -1, 2).amax((0, 2))
     size = first[:, 1].clamp_min(torch.finfo(wide).tiny)
     relative = (spread / size).tolist()

@@ -14,6 +14,8 @@ __all__ = ["Range", "Rows", "Work", "assign_blocks", "assign_rows", "lower_bound
 Range = tuple[int, int]
 # Moves and swaps tried after the greedy assignment; each costs one pass over the fullest process's blocks.
 _ROUNDS = 200
+# Elementwise work may bring a process this far above the fullest one, where that evens out the bytes.
+_SLACK = 1.02
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def assign_rows(rows: Sequence[Rows], loads: list[float], sizes: list[int]) -> l
     cost = sum(row.count * row.cost for row in rows)
     if not volume:
         return [[(0, row.count)] + [(row.count, row.count)] * (processes - 1) for row in rows]
-    level = max((sum(loads) + cost) / processes, *loads)
+    level = max((sum(loads) + cost) / processes, _SLACK * max(loads))
     room = [(level - load) * volume / cost for load in loads]
     low, high = 0.0, float(max(sizes) + volume)
     for _ in range(100):

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from kronscope.errors import ParallelError
 
-__all__ = ["all_to_all", "gather_bytes", "gather_flat", "gather_objects", "group_ranks", "sum_over"]
-
-# Padding every piece to the longest costs at most this fraction more bytes than one broadcast per process would.
-_PADDING = 0.125
+__all__ = ["all_to_all", "gather_flat", "gather_objects", "group_ranks", "sum_over"]
 
 
 @contextmanager
@@ -50,20 +47,9 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
     return tensor
 
 
-def is_even(sizes: Sequence[int]) -> bool:
-    """Whether pieces of these sizes are gathered padded to the longest, in one call."""
-    return max(sizes) * len(sizes) <= (1 + _PADDING) * sum(sizes)
-
-
-def gather_bytes(sizes: Sequence[int]) -> int:
-    """Return the numbers that each process receives from others in :func:`gather_flat`, on average and rounded up."""
-    count = len(sizes)
-    if is_even(sizes):
-        return max(sizes) * (count - 1)
-    return -(-sum(sizes) * (count - 1) // count)
-
-
-def gather_flat(mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, what: str) -> list[Tensor]:
+def gather_flat(
+    mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, what: str, *, padded: bool = False
+) -> list[Tensor]:
     """Return the flat tensors of all processes.
 
     Args:
@@ -71,16 +57,17 @@ def gather_flat(mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, wh
         sizes: How long each process's is.
         group: The processes.
         what: What is gathered, for errors.
+        padded: Pad all to the longest and make one call, rather than one broadcast for each.
     """
     rank, count = dist.get_rank(group), len(sizes)
-    if count == 1:
-        return [mine]
+    if count == 1 or not any(sizes):
+        return [mine] * count
     with _explained(what):
-        if is_even(sizes):
+        if padded:
             longest = max(sizes)
-            padded = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
+            filled = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
             gathered = mine.new_empty(count * longest)
-            _all_gather()(gathered, padded, group=group)
+            _all_gather()(gathered, filled, group=group)
             return [gathered[r * longest : r * longest + size] for r, size in enumerate(sizes)]
         pieces = [mine if r == rank else mine.new_empty(size) for r, size in enumerate(sizes)]
         sources = group_ranks(group)

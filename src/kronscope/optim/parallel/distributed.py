@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kronscope.errors import StateError
-from kronscope.optim.blocks import Layout, Tile
+from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.agreement import agreed_gradients, check_same_plan, check_same_values, described
-from kronscope.optim.parallel.assign import Rows, Work, assign_blocks, assign_rows
-from kronscope.optim.parallel.collectives import gather_bytes, gather_objects, group_ranks
+from kronscope.optim.parallel.collectives import gather_objects, group_ranks
+from kronscope.optim.parallel.division import Division, is_common, tile_of
 from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
 from kronscope.optim.parallel.replicated import ReplicatedExchange, segments_of
 from kronscope.optim.parallel.scattered import Processes, Scattered
 from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
-from kronscope.optim.parallel.shards import Shards, is_dtensor, local_gradient, local_tensor, shards_of
-from kronscope.optim.stacks import Member, factor_dtype
-from kronscope.optim.work import ELEMENT_COST, block_work
+from kronscope.optim.parallel.shards import is_dtensor, local_gradient, local_tensor, shards_of
+from kronscope.optim.stacks import Member
 
 __all__ = ["Distributed"]
 
@@ -38,17 +36,15 @@ class Distributed:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.loads = [0.0] * self.size
-        self._sent = [0] * self.size
+        self.division = Division(self.size)
         self._names: dict[Tensor, str] = {}
-        self._layouts: dict[Tensor, Layout] = {}
-        # how a parameter is cut (None: whole everywhere), and how the view of a preconditioned one is
-        self._cuts: dict[Tensor, Shards | None] = {}
-        self._views: dict[Tensor, Shards] = {}
-        # for each tile, or for the rows of a replicated elementwise parameter, the range of each process
-        self.ranges: Ranges = {}
         self._plans: dict[tuple[Tensor, ...], tuple[Any, Any]] = {}
         self._compared = False
+
+    @property
+    def ranges(self) -> Ranges:
+        """The range of each process."""
+        return self.division.ranges
 
     def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
         """Divide the work on more parameters; what was divided before stays as it is.
@@ -60,46 +56,17 @@ class Distributed:
 
         Raises:
             ParallelError: the processes differ, or a parameter is cut in a way that is not supported.
+            StateError: the run that is being restored had another number of processes.
         """
-        cuts = {entry.param: shards_of(entry.name, entry.param, group_ranks(self.group)) for entry in entries}
-        views = {
-            entry.param: cut.in_view(entry.name, entry.layout)
-            for entry in entries
-            if (cut := cuts[entry.param]) is not None and not entry.layout.is_elementwise
-        }
+        if any(len(by_process) != self.size for tiles in (ranges or {}).values() for by_process in tiles):
+            raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
+        ranks = group_ranks(self.group)
+        cuts = {entry.param: shards_of(entry.name, entry.param, ranks) for entry in entries}
         names = {**self._names, **{entry.param: entry.name for entry in entries}}
         check_same_plan(described(groups, names), self.group)
+        self.division.add(entries, cuts, ranges)
         self._names = names
-        self._cuts.update(cuts)
-        self._views.update(views)
-        self._layouts.update({entry.param: entry.layout for entry in entries})
-        if ranges is None:
-            self._divide(entries)
-        else:
-            if any(len(by_process) != self.size for tiles in ranges.values() for by_process in tiles):
-                raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
-            self.ranges.update(ranges)
         self._plans.clear()
-
-    def _divide(self, entries: Sequence[Planned]) -> None:
-        for entry in entries:
-            cut = self._cuts[entry.param]
-            if cut is not None and entry.layout.is_elementwise:
-                for rank, (start, stop) in enumerate(cut.ranges):
-                    share = (stop - start) / max(entry.param.shape[cut.dim], 1)
-                    self.loads[rank] += ELEMENT_COST * entry.param.numel() * share
-                self.ranges[entry.param] = []
-        tiles = [(entry, tile) for entry in entries for tile in entry.layout.tiles]
-        works = [_work(entry, tile, block_work(tile, entry.hyper)[1]) for entry, tile in tiles]
-        for (entry, _), work, ranges in zip(tiles, works, assign_blocks(works, self.loads), strict=True):
-            self.ranges.setdefault(entry.param, []).append(ranges)
-            if self._cuts[entry.param] is None:
-                for rank, (start, stop) in enumerate(ranges):
-                    self._sent[rank] += (stop - start) * work.size
-        rest = [e for e in entries if e.layout.is_elementwise and self._cuts[e.param] is None]
-        rows = [_rows(entry.param) for entry in rest]
-        for entry, ranges in zip(rest, assign_rows(rows, self.loads, self._sent), strict=True):
-            self.ranges[entry.param] = [ranges]
 
     # --- what this process does -----------------------------------------------------------------------------------
 
@@ -112,7 +79,7 @@ class Distributed:
     def held(self, param: Tensor) -> Tensor:
         """Return the part of an elementwise parameter whose state this process keeps."""
         mine = local_tensor(param.detach())
-        if self._cuts[param] is not None:
+        if self.division.cuts[param] is not None:
             return mine
         start, stop = self.ranges[param][0][self.rank]
         if mine.ndim:
@@ -132,7 +99,7 @@ class Distributed:
         """
         found = agreed_gradients(params, finite, self._names, self.group)
         if not self._compared and found and all(found.values()):
-            check_same_values([p for p in found if self._cuts[p] is None], self._names, self.group)
+            check_same_values([p for p in found if self.division.cuts[p] is None], self._names, self.group)
             self._compared = True
         return found
 
@@ -141,17 +108,17 @@ class Distributed:
         # all processes must go through the parameters in the same order
         params = tuple(param for param in self.ranges if param in active)
         if params not in self._plans:
-            whole = [param for param in params if self._cuts[param] is None]
-            cut = [param for param in params if param in self._views]
+            whole = [param for param in params if self.division.cuts[param] is None]
+            cut = [param for param in params if param in self.division.views]
             self._plans[params] = (
-                segments_of(whole, self._layouts, self.ranges),
-                routes_of(cut, self._layouts, self._views, self.ranges, self.rank, self.size),
+                segments_of(whole, self.division.layouts, self.ranges),
+                routes_of(cut, self.division.layouts, self.division.views, self.ranges, self.rank, self.size),
             )
         buffers, routes = self._plans[params]
         return _Both(
             ShardedExchange(routes, self.group, active, groups, apply),
             ReplicatedExchange(buffers, self.group, active, groups, apply),
-            {param for param in params if self._cuts[param] is None},
+            {param for param in params if self.division.cuts[param] is None},
         )
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -161,10 +128,10 @@ class Distributed:
         return {name: self._packed(param, name, tensor) for name, tensor in state.items()}
 
     def _packed(self, param: Tensor, name: str, tensor: Tensor) -> Tensor:
-        if name == "step" or name.endswith(".phase"):
+        if is_common(name):
             return tensor
-        cut = self._cuts[param]
-        if cut is not None and self._layouts[param].is_elementwise:
+        cut = self.division.cuts[param]
+        if cut is not None and self.division.layouts[param].is_elementwise:
             from torch.distributed.tensor import DTensor
 
             assert is_dtensor(param)
@@ -173,8 +140,8 @@ class Distributed:
             )
         if self.size == 1:
             return tensor
-        ranges = self.ranges[param][self._tile(name)]
-        shape = (ranges[-1][1], *tensor.shape[1:]) if not self._layouts[param].is_elementwise else param.shape
+        ranges = self.ranges[param][tile_of(name)]
+        shape = (ranges[-1][1], *tensor.shape[1:]) if not self.division.layouts[param].is_elementwise else param.shape
         return Scattered(tensor, shape, ranges, self.rank, Processes(self._mesh(param), self.group))
 
     def unpacked(self, param: Tensor, name: str, value: Tensor) -> Tensor:
@@ -183,18 +150,18 @@ class Distributed:
         Raises:
             StateError: it holds other rows than this process works on.
         """
-        if name == "step" or name.endswith(".phase"):
+        if is_common(name):
             return value
         if isinstance(value, Scattered):
-            ranges = self.ranges[param][self._tile(name)]
+            ranges = self.ranges[param][tile_of(name)]
             if value.row_range != ranges[self.rank]:
                 raise StateError(
                     f"{self._names[param]}: the saved {name!r} holds rows {value.row_range}, this process works on "
                     f"{ranges[self.rank]}; to load the states of other processes use torch.distributed.checkpoint."
                 )
             return value.rows
-        cut = self._cuts[param]
-        if cut is not None and self._layouts[param].is_elementwise:
+        cut = self.division.cuts[param]
+        if cut is not None and self.division.layouts[param].is_elementwise:
             assert is_dtensor(param)
             if is_dtensor(value) and value.placements == param.placements:
                 return value.to_local()
@@ -202,7 +169,7 @@ class Distributed:
             start, stop = cut.ranges[self.rank]
             return whole.narrow(cut.dim, start, stop - start)
         whole = value.full_tensor() if is_dtensor(value) else value
-        start, stop = self.ranges[param][self._tile(name)][self.rank]
+        start, stop = self.ranges[param][tile_of(name)][self.rank]
         return whole[start:stop] if whole.ndim else (whole if stop > start else whole.new_empty(0))
 
     def whole(self, param: Tensor, state: Tensors) -> Tensors:
@@ -216,16 +183,13 @@ class Distributed:
 
     def is_counted(self, param: Tensor) -> bool:
         """Whether this process's part of an elementwise parameter's state is not also another's."""
-        cut = self._cuts[param]
+        cut = self.division.cuts[param]
         return cut is None or cut.copies[self.rank] == 0
 
     def square_norm(self, param: Tensor) -> float:
         """Return the squares of the parameter's entries that this process counts, when all are summed."""
-        counted = self.is_counted(param) if self._cuts[param] is not None else self.rank == 0
+        counted = self.is_counted(param) if self.division.cuts[param] is not None else self.rank == 0
         return float(local_tensor(param).detach().double().square().sum()) if counted else 0.0
-
-    def _tile(self, name: str) -> int:
-        return int(name.split(".", 1)[0].removeprefix("tile")) if name.startswith("tile") else 0
 
     def _mesh(self, param: Tensor) -> Any:
         if is_dtensor(param):
@@ -234,75 +198,9 @@ class Distributed:
 
         return DeviceMesh.from_group(self.group, param.device.type)
 
-    # --- looking --------------------------------------------------------------------------------------------------
-
     def describe(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> str:
-        """Say who does what, keeps what and sends what."""
-        kept = self.state_bytes(sizes)
-        moved = self.traffic()
-        kinds = ["replicated"] * any(cut is None for cut in self._cuts.values())
-        kinds += ["sharded"] * any(cut is not None for cut in self._cuts.values())
-        mean = sum(self.loads) / self.size
-        return (
-            f"{' and '.join(kinds)} over {self.size} processes: each keeps {min(kept) / 2**20:.2f} to "
-            f"{max(kept) / 2**20:.2f} MiB of state; the fullest does {max(self.loads) / mean if mean else 1:.2f} times "
-            f"the mean work; a step moves {max(moved) / 2**20:.2f} MiB to a process (at least "
-            f"{max(self.least_traffic()) / 2**20:.2f})"
-        )
-
-    def state_bytes(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> list[int]:
-        """Return the bytes of state on each process.
-
-        Args:
-            sizes: Bytes of each tensor of each parameter's whole state.
-        """
-        kept = [0] * self.size
-        for param, tensors in sizes.items():
-            cut = self._cuts[param]
-            for name, size in tensors.items():
-                for rank in range(self.size):
-                    if name == "step" or name.endswith(".phase"):
-                        kept[rank] += size
-                        continue
-                    if cut is not None and self._layouts[param].is_elementwise:
-                        (start, stop), total = cut.ranges[rank], param.shape[cut.dim]
-                    else:
-                        ranges = self.ranges[param][self._tile(name)]
-                        (start, stop), total = ranges[rank], ranges[-1][1]
-                    kept[rank] += size * (stop - start) // max(total, 1)
-        return kept
-
-    def traffic(self) -> list[int]:
-        """Return the bytes that each process receives from others in a step."""
-        received = self._sharded_traffic()
-        whole = [param for param in self.ranges if self._cuts[param] is None]
-        for (dtype, _), buffers in segments_of(whole, self._layouts, self.ranges).items():
-            sizes = [segments[-1].stop if segments else 0 for segments in buffers]
-            for rank in range(self.size):
-                received[rank] += gather_bytes(sizes) * dtype.itemsize
-        return received
-
-    def least_traffic(self) -> list[int]:
-        """Return the bytes that each process must receive, whatever the method, given who works on what."""
-        received = self._sharded_traffic()
-        whole = [param for param in self.ranges if self._cuts[param] is None]
-        for (dtype, _), buffers in segments_of(whole, self._layouts, self.ranges).items():
-            sizes = [segments[-1].stop if segments else 0 for segments in buffers]
-            for rank in range(self.size):
-                received[rank] += (sum(sizes) - sizes[rank]) * dtype.itemsize
-        return received
-
-    def _sharded_traffic(self) -> list[int]:
-        received = []
-        for rank in range(self.size):
-            routes = routes_of(list(self._views), self._layouts, self._views, self.ranges, rank, self.size)
-            total = 0
-            for other in range(self.size):
-                if other != rank:
-                    total += sum(p.numel * p.param.element_size() for p in routes.gradients.receiving[other])
-                    total += sum(p.numel * factor_dtype(p.param).itemsize for p in routes.updates.receiving[other])
-            received.append(total)
-        return received
+        """Say who does what, keeps what and receives what."""
+        return self.division.summary(sizes)
 
 
 class _Both:
@@ -326,13 +224,3 @@ class _Both:
     def finish(self) -> None:
         self._sharded.finish()
         self._replicated.finish()
-
-
-def _work(entry: Planned, tile: Tile, cost: float) -> Work:
-    return Work(tile.total, cost, math.prod(tile.block) * entry.param.element_size())
-
-
-def _rows(param: Tensor) -> Rows:
-    count = param.shape[0] if param.ndim else 1
-    each = param.numel() // max(count, 1)
-    return Rows(count, ELEMENT_COST * each, each * param.element_size())

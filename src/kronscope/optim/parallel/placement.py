@@ -53,7 +53,10 @@ class Exchange(Protocol):
 class Placement(Protocol):
     """Which process works on what, for a whole run."""
 
-    ranges: Ranges
+    @property
+    def ranges(self) -> Ranges:
+        """The range of each process; empty for one process."""
+        ...
 
     def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
         """Divide the work on more parameters; what was divided before stays as it is.

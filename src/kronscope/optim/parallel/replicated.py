@@ -7,7 +7,7 @@ the same bits. Nothing is written to a parameter before everything has arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,16 @@ from kronscope.optim.parallel.placement import Apply
 from kronscope.optim.parallel.shards import local_gradient, local_tensor
 from kronscope.optim.stacks import Member
 
-__all__ = ["ReplicatedExchange", "Segment", "segments_of"]
+__all__ = ["ReplicatedExchange", "Segment", "is_even", "segments_of"]
 
 Kind = tuple[torch.dtype, torch.device]
+# Padding every piece to the longest may cost this fraction more bytes than one broadcast per process would.
+_PADDING = 0.125
+
+
+def is_even(sizes: Sequence[int]) -> bool:
+    """Whether pieces of these sizes are gathered padded to the longest, in one call, and not each by a broadcast."""
+    return max(sizes) * len(sizes) <= (1 + _PADDING) * sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -147,15 +154,12 @@ class ReplicatedExchange:
     def finish(self) -> None:
         """Step, gather what the others did, and then write it all."""
         self.step_mine()
-        writes: list[Callable[[], None]] = []
+        arrived: list[tuple[Segment, Tensor]] = []
         for kind, by_process in self._buffers.items():
             sizes = [segments[-1].stop if segments else 0 for segments in by_process]
-            flats = gather_flat(self._mine[kind], sizes, self._group, "gathering the changed parameters")
+            what = "gathering the changed parameters"
+            flats = gather_flat(self._mine[kind], sizes, self._group, what, padded=is_even(sizes))
             for flat, segments in zip(flats, by_process, strict=True):
-                writes += [_write(segment, flat) for segment in segments]
-        for write in writes:
-            write()
-
-
-def _write(segment: Segment, flat: Tensor) -> Callable[[], None]:
-    return lambda: segment.write(local_tensor(segment.param), segment.shaped(flat))
+                arrived += [(segment, flat) for segment in segments]
+        for segment, flat in arrived:
+            segment.write(local_tensor(segment.param), segment.shaped(flat))

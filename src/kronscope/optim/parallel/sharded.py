@@ -7,7 +7,7 @@ processes, so no copy repeats what another does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from kronscope.optim.parallel.placement import Apply
 from kronscope.optim.parallel.shards import Shards, local_gradient, local_tensor
 from kronscope.optim.stacks import Member, factor_dtype
 
-__all__ = ["Piece", "Routes", "ShardedExchange", "Traffic", "routes_of"]
+__all__ = ["Piece", "Routes", "ShardedExchange", "Traffic", "all_pieces", "routes_of"]
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -101,20 +101,30 @@ def routes_of(
         size: Number of processes.
     """
     gradients, updates = (Traffic(*(tuple([] for _ in range(size)) for _ in range(2))) for _ in range(2))
+    for piece in all_pieces(params, layouts, shards, ranges):
+        if piece.owner == rank:
+            updates.sending[piece.holder].append(piece)
+        if piece.holder == rank:
+            updates.receiving[piece.owner].append(piece)
+        if piece.holder == rank and piece.is_source:
+            gradients.sending[piece.owner].append(piece)
+        if piece.owner == rank and piece.is_source:
+            gradients.receiving[piece.holder].append(piece)
+    return Routes(rank, params, layouts, shards, ranges, gradients, updates)
+
+
+def all_pieces(
+    params: Sequence[Tensor],
+    layouts: Mapping[Tensor, Layout],
+    shards: Mapping[Tensor, Shards],
+    ranges: Mapping[Tensor, Sequence[Sequence[Range]]],
+) -> Iterator[Piece]:
+    """Go through the pieces of all blocks, in an order all processes agree on; arguments as in :func:`routes_of`."""
     for param in params:
         for index, by_owner in enumerate(ranges[param]):
             for owner, (start, stop) in enumerate(by_owner):
                 for place in range(start, stop):
-                    for piece in _pieces(param, layouts[param], index, shards[param], owner, place, place - start):
-                        if piece.owner == rank:
-                            updates.sending[piece.holder].append(piece)
-                        if piece.holder == rank:
-                            updates.receiving[piece.owner].append(piece)
-                        if piece.holder == rank and piece.is_source:
-                            gradients.sending[piece.owner].append(piece)
-                        if piece.owner == rank and piece.is_source:
-                            gradients.receiving[piece.holder].append(piece)
-    return Routes(rank, params, layouts, shards, ranges, gradients, updates)
+                    yield from _pieces(param, layouts[param], index, shards[param], owner, place, place - start)
 
 
 def _pieces(param: Tensor, layout: Layout, index: int, cut: Shards, owner: int, place: int, block: int) -> list[Piece]:

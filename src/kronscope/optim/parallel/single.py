@@ -19,8 +19,10 @@ __all__ = ["SingleProcess"]
 class SingleProcess:
     """The placement of a run in one process."""
 
-    def __init__(self) -> None:
-        self.ranges: Ranges = {}
+    @property
+    def ranges(self) -> Ranges:
+        """Nothing is divided."""
+        return {}
 
     def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
         """Do nothing: all work is this process's.
