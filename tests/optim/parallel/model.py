@@ -61,6 +61,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         weight_decay=0.01, nesterov=True, momentum=0.3, method="kronecker",
     ),
     "soap, square": lambda p: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, block_size=4),
+    "soap, whole": lambda p: SOAP(p, 3e-3, weight_decay=0.1, refresh=3),
     "kl": lambda p: KLShampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=8),
 }  # fmt: skip
 
@@ -76,18 +77,18 @@ def wrapped(mode: str, square: bool = False, scalar: bool = False) -> nn.Module:
             mesh = init_device_mesh("cpu", (size,))
         else:
             mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        for module in (model.conv, model.fc, model.out):
-            fully_shard(module, mesh=mesh)
+        fully_shard(model.fc, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
 
 
-def gradients(model: nn.Module, step: int, accumulate: int = 2) -> None:
-    """Set the gradients of a step: of two batches, of which each process takes its part."""
+def gradients(model: nn.Module, step: int) -> None:
+    """Set the gradients of a step: of a batch, or sometimes of two, of which each process takes its part."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    accumulate = 2 if step % 4 == 1 else 1
     for micro in range(accumulate):
         vocabulary = next(m for m in model.modules() if isinstance(m, Mixed)).tokens
-        tokens, targets = batch(accumulate * step + micro, vocabulary)
+        tokens, targets = batch(2 * step + micro, vocabulary)
         mine = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
         loss = nn.functional.cross_entropy(model(tokens[mine]), targets[mine]) / accumulate
         loss.backward()

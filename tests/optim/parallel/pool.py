@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 def _serve(rank: int, inbox: Any, outbox: Any, paths: list[str]) -> None:

@@ -127,7 +127,7 @@ def resume_full(mode: str, name: str, folder: str, broadcast: bool) -> dict[str,
     return values(model)
 
 
-@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("fsdp2", 4, "shampoo"), ("hsdp", 4, "kl")])
+@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("hsdp", 4, "shampoo")])
 def test_the_full_state_of_several_processes_is_that_of_one(
     pool: Pool, tmp_path: Path, mode: str, size: int, name: str
 ) -> None:
@@ -141,9 +141,8 @@ def test_the_full_state_of_several_processes_is_that_of_one(
             assert type(other) is Tensor
             assert torch.allclose(other, tensor, rtol=1e-6, atol=1e-9), (key, part)
     torch.save(found, tmp_path / "state.pt")
-    for broadcast in (False, True):
-        check(pool.run(resume_full, 2, mode="ddp", name=name, folder=str(tmp_path), broadcast=broadcast), name)
-        check(pool.run(resume_full, 3, mode="fsdp2", name=name, folder=str(tmp_path), broadcast=broadcast), name)
+    for other, count, broadcast in (("ddp", 2, False), ("ddp", 3, True), ("fsdp2", 2, True), ("fsdp2", 3, False)):
+        check(pool.run(resume_full, count, mode=other, name=name, folder=str(tmp_path), broadcast=broadcast), name)
 
 
 def resume_plain(mode: str, name: str, folder: str) -> dict[str, Tensor]:

@@ -33,21 +33,20 @@ def single(name: str) -> dict[str, Any]:
     return run("single", name)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(
-    ("mode", "size"),
-    [
-        ("ddp", 1),
-        ("ddp", 2),
-        ("ddp", 3),
-        ("ddp", 4),
-        ("fsdp2", 1),
-        ("fsdp2", 2),
-        ("fsdp2", 3),
-        ("fsdp2", 4),
-        ("hsdp", 4),
-    ],
-)
+CASES = {
+    ("ddp", 1): ["shampoo"],
+    ("ddp", 2): ["shampoo", "shampoo, whole", "shampoo, sums", "soap, square", "kl"],
+    ("ddp", 3): ["shampoo", "soap, square", "kl"],
+    ("ddp", 4): ["shampoo", "shampoo, sums", "soap, square", "kl"],
+    ("fsdp2", 1): ["shampoo"],
+    ("fsdp2", 2): ["shampoo, whole", "soap, square"],
+    ("fsdp2", 3): ["shampoo", "kl"],
+    ("fsdp2", 4): ["shampoo, sums", "soap, square", "kl"],
+    ("hsdp", 4): ["shampoo", "soap, square", "kl"],
+}
+
+
+@pytest.mark.parametrize(("mode", "size", "name"), [(*place, name) for place, names in CASES.items() for name in names])
 def test_parameters_after_thirty_steps_are_those_of_one_process(pool: Pool, mode: str, size: int, name: str) -> None:
     expected = single(name)
     found = pool.run(run, size, mode=mode, name=name)
@@ -57,3 +56,11 @@ def test_parameters_after_thirty_steps_are_those_of_one_process(pool: Pool, mode
             error = float((value - expected[key]).abs().max() / expected[key].abs().max())
             assert error < TOLERANCE, (rank, key, error)
             assert torch.equal(value, found[0][key]), f"{key} differs between rank 0 and rank {rank}"
+
+
+def test_soap_in_a_null_space_is_as_determined_as_its_basis(pool: Pool) -> None:
+    """Whole matrices: the factor of a 9 x 36 layer has a null space until the fourth step."""
+    expected = single("soap, whole")
+    for one in pool.run(run, 2, mode="ddp", name="soap, whole"):
+        for key, value in one.items():
+            assert float((value - expected[key]).abs().max()) < 0.1 * float(expected[key].abs().max()), key

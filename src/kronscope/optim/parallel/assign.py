@@ -105,6 +105,8 @@ def _improve(works: Sequence[Work], counts: list[list[int]], loads: list[float])
         return list({works[i].cost: i for i, row in enumerate(counts) if row[rank]}.values())
 
     fullest = max(range(len(loads)), key=loads.__getitem__)
+    if sum(row[fullest] for row in counts) < 2:
+        return False
     best: tuple[float, int, int, int] | None = None
     for rank in range(len(loads)):
         gap = loads[fullest] - loads[rank]

@@ -14,7 +14,7 @@ from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.parallel.assign import Range, Rows, Work, assign_blocks, assign_rows
 from kronscope.optim.parallel.placement import Planned, Ranges
 from kronscope.optim.parallel.replicated import is_even, segments_of
-from kronscope.optim.parallel.sharded import all_pieces
+from kronscope.optim.parallel.sharded import all_overlaps
 from kronscope.optim.parallel.shards import Shards
 from kronscope.optim.stacks import factor_dtype
 from kronscope.optim.work import ELEMENT_COST, block_work
@@ -83,9 +83,9 @@ class Division:
         for entry in entries:
             self.ranges[entry.param] = []
             if entry.layout.is_elementwise and self.cuts[entry.param] is not None:
-                for rank in range(self.size):
-                    start, stop, total = self._part(entry.param, "", rank)
-                    self.loads[rank] += ELEMENT_COST * entry.param.numel() * (stop - start) / max(total, 1)
+                parts = self._parts(entry.param, "")
+                for rank, (start, stop) in enumerate(parts):
+                    self.loads[rank] += ELEMENT_COST * entry.param.numel() * (stop - start) / max(parts[-1][1], 1)
         tiles = [(entry, tile) for entry in entries for tile in entry.layout.tiles]
         works = [_work(entry, tile) for entry, tile in tiles]
         for (entry, _), work, by_process in zip(tiles, works, assign_blocks(works, self.loads), strict=True):
@@ -98,13 +98,12 @@ class Division:
         for entry, by_process in zip(rest, assign_rows(rows, self.loads, self._sent), strict=True):
             self.ranges[entry.param] = [by_process]
 
-    def _part(self, param: Tensor, name: str, rank: int) -> tuple[int, int, int]:
-        """Return start, stop and total of the rows (or columns) that a process keeps of a state tensor."""
+    def _parts(self, param: Tensor, name: str) -> list[Range]:
+        """Return the rows (or columns) that each process keeps of a state tensor, of as many as the last one's stop."""
         cut = self.cuts[param]
         if cut is not None and self.layouts[param].is_elementwise:
-            return (*cut.ranges[rank], param.shape[cut.dim])
-        by_process: list[Range] = self.ranges[param][tile_of(name)]
-        return (*by_process[rank], by_process[-1][1])
+            return list(cut.ranges)
+        return self.ranges[param][tile_of(name)]
 
     def state_bytes(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> list[int]:
         """Return the bytes of state on each process.
@@ -113,12 +112,18 @@ class Division:
             sizes: Bytes of each tensor of each parameter's whole state.
         """
         kept = [0] * self.size
+        common = 0
         for param, tensors in sizes.items():
             for name, size in tensors.items():
-                for rank in range(self.size):
-                    start, stop, total = (0, 1, 1) if is_common(name) else self._part(param, name, rank)
-                    kept[rank] += size * (stop - start) // max(total, 1)
-        return kept
+                if is_common(name):
+                    common += size
+                    continue
+                parts = self._parts(param, name)
+                total = max(parts[-1][1], 1)
+                for rank, (start, stop) in enumerate(parts):
+                    if stop > start:
+                        kept[rank] += size * (stop - start) // total
+        return [size + common for size in kept]
 
     def traffic(self, least: bool = False) -> list[int]:
         """Return the bytes that each process receives from others in a step.
@@ -127,11 +132,14 @@ class Division:
             least: Count what it must receive, given who works on what, whatever the method: without padding.
         """
         received = [0] * self.size
-        for piece in all_pieces(list(self.views), self.layouts, self.views, self.ranges):
-            if piece.owner != piece.holder:
-                received[piece.holder] += piece.numel * factor_dtype(piece.param).itemsize
-                if piece.is_source:
-                    received[piece.owner] += piece.numel * piece.param.element_size()
+        for overlap in all_overlaps(list(self.views), self.layouts, self.views, self.ranges):
+            param, owner, holder = overlap.param, overlap.owner, overlap.holder
+            if owner != holder:
+                cut = self.views[param]
+                numel = overlap.numel(self.layouts[param], cut.dim)
+                received[holder] += numel * factor_dtype(param).itemsize
+                if cut.copies[owner] == cut.copies[holder]:
+                    received[owner] += numel * param.element_size()
         whole = [param for param in self.ranges if self.cuts[param] is None]
         for (dtype, _), buffers in segments_of(whole, self.layouts, self.ranges).items():
             sizes = [segments[-1].stop if segments else 0 for segments in buffers]

@@ -7,23 +7,24 @@ processes, so no copy repeats what another does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kronscope.optim.apply import prepared_gradient
-from kronscope.optim.blocks import Layout
+from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import all_to_all
 from kronscope.optim.parallel.placement import Apply
 from kronscope.optim.parallel.shards import Shards, local_gradient, local_tensor
 from kronscope.optim.stacks import Member, factor_dtype
 
-__all__ = ["Piece", "Routes", "ShardedExchange", "Traffic", "all_pieces", "routes_of"]
+__all__ = ["Overlap", "Piece", "Routes", "ShardedExchange", "Traffic", "all_overlaps", "routes_of"]
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -35,9 +36,6 @@ class Piece:
     Attributes:
         param: The parameter.
         tile: Index of the tile.
-        owner: The process that works on the block.
-        holder: The process that holds the part.
-        is_source: Whether the owner takes the gradient from this holder, and not from another copy.
         numel: Its size.
         block: The block's place among its owner's blocks of the tile.
         in_block: Its place within the block.
@@ -46,9 +44,6 @@ class Piece:
 
     param: Tensor
     tile: int
-    owner: int
-    holder: int
-    is_source: bool
     numel: int
     block: int
     in_block: tuple[slice, ...]
@@ -101,62 +96,87 @@ def routes_of(
         size: Number of processes.
     """
     gradients, updates = (Traffic(*(tuple([] for _ in range(size)) for _ in range(2))) for _ in range(2))
-    for piece in all_pieces(params, layouts, shards, ranges):
-        if piece.owner == rank:
-            updates.sending[piece.holder].append(piece)
-        if piece.holder == rank:
-            updates.receiving[piece.owner].append(piece)
-        if piece.holder == rank and piece.is_source:
-            gradients.sending[piece.owner].append(piece)
-        if piece.owner == rank and piece.is_source:
-            gradients.receiving[piece.holder].append(piece)
+    for overlap in all_overlaps(params, layouts, shards, ranges):
+        owner, holder, cut = overlap.owner, overlap.holder, shards[overlap.param]
+        if rank not in (owner, holder):
+            continue
+        piece = _piece(overlap, layouts[overlap.param], cut)
+        if owner == rank:
+            updates.sending[holder].append(piece)
+        if holder == rank:
+            updates.receiving[owner].append(piece)
+        # where there are several copies, the owner takes the gradient from its own
+        if cut.copies[holder] == cut.copies[owner]:
+            if holder == rank:
+                gradients.sending[owner].append(piece)
+            if owner == rank:
+                gradients.receiving[holder].append(piece)
     return Routes(rank, params, layouts, shards, ranges, gradients, updates)
 
 
-def all_pieces(
+class Overlap(NamedTuple):
+    """The part of a block that one process holds: a range of the dimension along which the view is cut."""
+
+    param: Tensor
+    tile: int
+    owner: int
+    block: int
+    holder: int
+    start: int
+    stop: int
+    low: tuple[int, ...]
+
+    def numel(self, layout: Layout, dim: int) -> int:
+        """Return its size."""
+        block = layout.tiles[self.tile].block
+        return math.prod(block) // block[dim] * (self.stop - self.start)
+
+
+def all_overlaps(
     params: Sequence[Tensor],
     layouts: Mapping[Tensor, Layout],
     shards: Mapping[Tensor, Shards],
     ranges: Mapping[Tensor, Sequence[Sequence[Range]]],
-) -> Iterator[Piece]:
-    """Go through the pieces of all blocks, in an order all processes agree on; arguments as in :func:`routes_of`."""
+) -> Iterator[Overlap]:
+    """Go through the parts of all blocks, in an order all processes agree on; arguments as in :func:`routes_of`."""
     for param in params:
+        cut = shards[param]
         for index, by_owner in enumerate(ranges[param]):
-            for owner, (start, stop) in enumerate(by_owner):
-                for place in range(start, stop):
-                    yield from _pieces(param, layouts[param], index, shards[param], owner, place, place - start)
+            tile = layouts[param].tiles[index]
+            for owner, (first, last) in enumerate(by_owner):
+                for place in range(first, last):
+                    low = _corner(tile, place)
+                    low_cut, high_cut = low[cut.dim], low[cut.dim] + tile.block[cut.dim]
+                    for holder, (begin, end) in enumerate(cut.ranges):
+                        start, stop = max(begin, low_cut), min(end, high_cut)
+                        if start < stop:
+                            yield Overlap(param, index, owner, place - first, holder, start, stop, low)
 
 
-def _pieces(param: Tensor, layout: Layout, index: int, cut: Shards, owner: int, place: int, block: int) -> list[Piece]:
-    tile, found = layout.tiles[index], []
-    grid = [int(i) for i in torch.unravel_index(torch.tensor(place), tile.grid)]
-    low = [s + i * b for s, i, b in zip(tile.start, grid, tile.block, strict=True)]
-    high = [a + b for a, b in zip(low, tile.block, strict=True)]
-    for holder, (first, last) in enumerate(cut.ranges):
-        start, stop = max(first, low[cut.dim]), min(last, high[cut.dim])
-        if start >= stop:
-            continue
-        in_block = [slice(0, size) for size in tile.block]
-        in_part = [slice(a, b) for a, b in zip(low, high, strict=True)]
-        in_block[cut.dim] = slice(start - low[cut.dim], stop - low[cut.dim])
-        in_part[cut.dim] = slice(start - first, stop - first)
-        numel = stop - start
-        for dim, size in enumerate(tile.block):
-            numel *= 1 if dim == cut.dim else size
-        found.append(
-            Piece(
-                param,
-                index,
-                owner,
-                holder,
-                cut.copies[holder] == cut.copies[owner],
-                numel,
-                block,
-                tuple(in_block),
-                tuple(in_part),
-            )
-        )
-    return found
+def _corner(tile: Tile, place: int) -> tuple[int, ...]:
+    """Return the first index, in each dimension, of a block given by its place in the grid."""
+    corner = []
+    for start, count, size in zip(reversed(tile.start), reversed(tile.grid), reversed(tile.block), strict=True):
+        corner.append(start + place % count * size)
+        place //= count
+    return tuple(reversed(corner))
+
+
+def _piece(overlap: Overlap, layout: Layout, cut: Shards) -> Piece:
+    block, dim = layout.tiles[overlap.tile].block, cut.dim
+    in_block = [slice(0, size) for size in block]
+    in_part = [slice(a, a + size) for a, size in zip(overlap.low, block, strict=True)]
+    first = cut.ranges[overlap.holder][0]
+    in_block[dim] = slice(overlap.start - overlap.low[dim], overlap.stop - overlap.low[dim])
+    in_part[dim] = slice(overlap.start - first, overlap.stop - first)
+    return Piece(
+        param=overlap.param,
+        tile=overlap.tile,
+        numel=overlap.numel(layout, dim),
+        block=overlap.block,
+        in_block=tuple(in_block),
+        in_part=tuple(in_part),
+    )
 
 
 class ShardedExchange:
