@@ -22,11 +22,36 @@ PRINTS = {
 }
 
 
+# Those that torchrun starts, and what they print.
+TOGETHER = {"ddp": "replicated over 2 processes", "fsdp2": "sharded over 2 processes"}
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES} == set(PRINTS)
+    assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "examples" / f"{name}.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert TOGETHER[name] in done.stdout
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) >= 2
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in PRINTS], ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     for package in ("sklearn", "transformers"):
         if package in path.read_text(encoding="utf-8") and importlib.util.find_spec(package) is None:

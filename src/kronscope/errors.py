@@ -22,6 +22,7 @@ __all__ = [
     "NonFiniteError",
     "NotFactoredError",
     "OptionError",
+    "ParallelError",
     "ResultsError",
     "RunError",
     "ShapeError",
@@ -103,3 +104,7 @@ class DistributedError(KronscopeError, RuntimeError):
 
 class ConformanceError(KronscopeError, AssertionError):
     """An operator or approximation does not keep a promise that :mod:`kronscope.testing` checks."""
+
+
+class ParallelError(KronscopeError, RuntimeError):
+    """Processes that should work together differ, do not answer, or hold a parameter in parts that cannot be used."""

@@ -58,10 +58,8 @@ def finite_gradients(grads: Sequence[Tensor]) -> list[bool]:
     return verdict
 
 
-def prepared_gradient(param: Tensor, group: dict[str, Any]) -> Tensor:
+def prepared_gradient(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
     """Return the gradient to descend along: negated to maximize, with coupled weight decay added."""
-    grad = param.grad
-    assert grad is not None
     if group["maximize"]:
         grad = -grad
     if group["decay"] == "coupled" and group["weight_decay"] != 0:

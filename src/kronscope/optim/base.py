@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.errors import NonFiniteError, OptionError, StateError
+from kronscope.errors import NonFiniteError, OptionError, ParallelError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.roots import RootSolver
-from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision, prepared_gradient
+from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.diagnostics import Diagnostics, diagnose
@@ -25,7 +25,7 @@ from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
 from kronscope.optim.options import checked_group, hyper_of, layouts_of, structure_of
-from kronscope.optim.parallel import SingleProcess
+from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_group
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import check_loaded, load_tensors
@@ -48,10 +48,16 @@ class KroneckerOptimizer(Optimizer):
     _layouts: dict[Tensor, Layout]
     _stacks: list[Stack]
     _stacks_for: object
+    _placement: Placement
+    _placed: bool
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget_plan()
+        self._placement, self._placed = SingleProcess(), False
+        defaults = dict(defaults)
+        self._parallel, self._process_group = defaults.pop("parallel"), defaults.pop("process_group")
         super().__init__(params, defaults)
+        self._place(self.param_groups)
 
     # --- groups ---------------------------------------------------------------------------------------------------
 
@@ -73,10 +79,30 @@ class KroneckerOptimizer(Optimizer):
         group.setdefault("skipped_steps", 0)
         try:
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
-        except OptionError:
+            if self._placed:
+                self._place([group])
+        except (OptionError, ParallelError):
             self.param_groups.pop()
             raise
         self._stacks_for = None
+
+    def _place(self, groups: list[dict[str, Any]], ranges: Ranges | None = None) -> None:
+        """Decide who works on the parameters of some groups."""
+        entries = [
+            Planned(self._name(param), param, self._layouts[param], self._hyper(group))
+            for group in groups
+            for param in group["params"]
+        ]
+        if not self._placed:
+            named = [(entry.name, entry.param) for entry in entries]
+            chosen = choose_group(named, self._parallel, self._process_group)
+            if chosen is not None:
+                # imported where it is used: DTensors take a while to import
+                from kronscope.optim.parallel.distributed import Distributed
+
+                self._placement = Distributed(chosen)
+            self._placed = True
+        self._placement.add(entries, self.param_groups, ranges)
 
     def _planned(self, group: dict[str, Any]) -> list[Layout]:
         return layouts_of(group)
@@ -111,33 +137,39 @@ class KroneckerOptimizer(Optimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
-        active: dict[Tensor, int] = {}
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param.grad is not None:
-                    check_supported(param.grad, partial(self._name, param))
-                    active[param] = index
-        if not active or not self._all_finite(list(active)):
+        active = self._active()
+        if not active:
             return
         hypers = [self._hyper(group) for group in self.param_groups]
         with full_precision({param.device.type for param in active}):
             self._initialise(active, hypers)
             torch._foreach_add_([self.state[param]["step"] for param in active], 1)
-            self._step_elementwise(active, hypers)
-            self._step_stacks(active, hypers)
+            exchange = self._placement.open(active, self.param_groups, self._apply)
+            self._step_elementwise(exchange, active, hypers)
+            self._step_stacks(exchange, active, hypers)
+            exchange.finish()
 
-    def _all_finite(self, params: list[Tensor]) -> bool:
-        finite = finite_gradients([param.grad for param in params if param.grad is not None])
-        if self._placement.finite_everywhere(all(finite)):
-            return True
-        bad = [self._name(param) for param, good in zip(params, finite, strict=True) if not good]
+    def _active(self) -> dict[Tensor, int]:
+        """Return the parameters that take part in this step and their groups; none if the step is to be skipped."""
+        groups = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        grads = {}
+        for param in groups:
+            grad = self._placement.gradient(param)
+            if grad is not None:
+                check_supported(grad, partial(self._name, param))
+                grads[param] = grad
+        here = dict(zip(grads, finite_gradients(list(grads.values())), strict=True))
+        finite = self._placement.agreed(list(groups), here)
+        if all(finite.values()):
+            return {param: groups[param] for param in finite}
+        bad = [self._name(param) for param, good in finite.items() if not good]
         what = f"the gradient of {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} is not finite"
         if any(group["nonfinite"] == "raise" for group in self.param_groups):
             raise NonFiniteError(f"{what}; nothing was changed. Look at the loss and the learning rate.")
         for group in self.param_groups:
             group["skipped_steps"] += 1
         warnings.warn(f"{what}; this step is skipped (number {self.skipped_steps}).", RuntimeWarning, stacklevel=5)
-        return False
+        return {}
 
     @property
     def skipped_steps(self) -> int:
@@ -152,9 +184,9 @@ class KroneckerOptimizer(Optimizer):
             for param in fresh:
                 layout = self._layouts[param]
                 if layout.is_elementwise:
-                    self.state[param] = elementwise_state(param, factor_dtype(param))
+                    self.state[param] = elementwise_state(self._placement.held(param), factor_dtype(param))
                 else:
-                    self.state[param] = initial_state(param, layout, hypers[active[param]])
+                    self.state[param] = initial_state(param, self._share(param), hypers[active[param]])
             newcomers = [(self.state[param], self._layouts[param], hypers[active[param]]) for param in fresh]
             assign_phases(earlier, [entry for entry in newcomers if not entry[2].published])
         # groups with equal options share stacks, named after the first of them
@@ -178,55 +210,48 @@ class KroneckerOptimizer(Optimizer):
             for param in group["params"]:
                 if self._layouts[param].is_elementwise or "step" not in self.state.get(param, {}):
                     continue
-                add_missing(self.state[param], param, self._layouts[param], hypers[index])
-                entries.append((param, self._layouts[param], first[index], hypers[index]))
+                add_missing(self.state[param], param, self._share(param), hypers[index])
+                entries.append((param, self._share(param), first[index], hypers[index]))
         self._stacks = build_stacks(entries, self.state)
 
-    def _step_elementwise(self, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
+    def _share(self, param: Tensor) -> Layout:
+        """Return the part of a parameter's layout that this process works on."""
+        return self._placement.share(param, self._layouts[param])
+
+    def _step_elementwise(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
         for index, group in enumerate(self.param_groups):
             params = [p for p, i in active.items() if i == index and self._layouts[p].is_elementwise]
-            params = self._placement.mine(params)
-            if params:
-                states = [self.state[param] for param in params]
-                steps = [int(state["step"]) for state in states]
-                elementwise_step(params, states, steps, hypers[index], group)
+            parts = [(param, part) for param in params if (part := exchange.part(param)) is not None]
+            if parts:
+                elementwise_step(
+                    [part for _, (part, _) in parts],
+                    [grad for _, (_, grad) in parts],
+                    [self.state[param] for param, _ in parts],
+                    hypers[index],
+                    group,
+                )
 
-    def _step_stacks(self, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
+    def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
         works: list[Work] = []
-        for stack in self._placement.mine(self._stacks):
+        for stack in self._stacks:
             cohorts: dict[int, list[Member]] = {}
             for member in stack.members:
                 if member.param in active:
                     cohorts.setdefault(int(self.state[member.param]["step"]), []).append(member)
             for step, members in cohorts.items():
-                works.append(self._begin(stack, members, active, hypers[stack.group], step))
+                grads = stack.gather(exchange.blocks, members, factor_dtype(members[0].param))
+                works.append(Work(stack, members, grads, hypers[stack.group], step))
         take_roots(works)
-        updates: dict[Tensor, dict[int, Tensor]] = {}
         for work in works:
-            update = self._placement.exchanged(work.finish())
+            update = work.finish()
             offset = 0
             for member in work.members:
-                piece = update[offset : offset + member.tile.count]
-                updates.setdefault(member.param, {})[member.tile_index] = piece
+                exchange.put(member, update[offset : offset + member.tile.count])
                 offset += member.tile.count
-        for index, group in enumerate(self.param_groups):
-            mine = [param for param in updates if active[param] == index]
-            if mine:
-                self._apply(mine, [_assembled(self._layouts[param], updates[param]) for param in mine], group)
 
-    def _begin(
-        self, stack: Stack, members: Sequence[Member], active: dict[Tensor, int], hyper: Hyper, step: int
-    ) -> Work:
-        """Take the gradients of some members, all at the same step, into their part of the stack."""
-        grads = stack.gather(
-            lambda param: prepared_gradient(param, self.param_groups[active[param]]),
-            members,
-            factor_dtype(members[0].param),
-        )
-        return Work(stack, members, grads, hyper, step)
-
-    def _apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        apply_updates(params, updates, group)
+    def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
+        """Change ``targets``: the parameters, or the parts or copies of them that this process changes."""
+        apply_updates(targets, updates, group)
 
     # --- looking --------------------------------------------------------------------------------------------------
 
@@ -237,6 +262,7 @@ class KroneckerOptimizer(Optimizer):
         whatever the exponent: what ``approx.get("shampoo2")`` fits on the gradients seen, with weights
         :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums. Blocks give a block-diagonal operator, a
         parameter without factors a diagonal one, SOAP an :class:`EigenbasisDiagonal`, KL-Shampoo its own factors.
+        Where several processes share the work, all of them must call it, and all get the same operator.
 
         Args:
             param: A parameter of this optimizer that has had a gradient.
@@ -250,7 +276,7 @@ class KroneckerOptimizer(Optimizer):
         if "step" not in state:
             raise StateError(f"{self._name(param)} has had no gradient yet; call operator() after the first step.")
         group = next(g for g in self.param_groups if any(param is p for p in g["params"]))
-        return live_operator(param, state, self._layouts[param], self._hyper(group))
+        return live_operator(param, self._placement.whole(param, state), self._layouts[param], self._hyper(group))
 
     def explain(self) -> Explanation:
         """Return the plan: for each parameter its view, blocks, solver, bytes, FLOPs and share of the step's cost.
@@ -262,17 +288,21 @@ class KroneckerOptimizer(Optimizer):
                 (self._name(param), param, self._layouts[param], self._hyper(group))
                 for group in self.param_groups
                 for param in group["params"]
-            ]
+            ],
+            self._placement.describe,
         )
 
     def diagnostics(self) -> Diagnostics:
-        """Return condition, rank, staleness, residual and step size per parameter; ``print`` it for a table."""
+        """Return condition, rank, staleness, residual and step size per parameter; ``print`` it for a table.
+
+        Where several processes share the work, all of them must call it, and all get the same answer.
+        """
         entries = [
-            (self._name(param), param, self._layouts[param], self._hyper(group), group)
+            (self._name(param), param, self._share(param), self._hyper(group), group)
             for group in self.param_groups
             for param in group["params"]
         ]
-        return diagnose(entries, self.state, self.skipped_steps)
+        return diagnose(entries, self.state, self.skipped_steps, self._placement)
 
     def _name(self, param: Tensor) -> str:
         for index, group in enumerate(self.param_groups):
@@ -288,6 +318,11 @@ class KroneckerOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it."""
         packed = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        packed["state"] = {
+            key: self._placement.packed(params[key], _on_device(tensors, params[key]))
+            for key, tensors in packed["state"].items()
+        }
         # a solver of the user's own cannot be written as plain values: whoever loads the state brings it
         packed["param_groups"] = [
             {
@@ -316,7 +351,7 @@ class KroneckerOptimizer(Optimizer):
         names = [self._name(param) for group in self.param_groups for param in group["params"]]
         check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
         super().load_state_dict({**state_dict, "state": {}})
-        load_tensors(state_dict, self.param_groups, self.state)
+        load_tensors(state_dict, self.param_groups, self.state, self._placement.unpacked)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
@@ -324,12 +359,17 @@ class KroneckerOptimizer(Optimizer):
         packed["state"] = {
             param: {name: tensor.clone() for name, tensor in tensors.items()} for param, tensors in self.state.items()
         }
+        if self._process_group is not None:
+            raise ParallelError("an optimizer that was given a process_group cannot be copied; use its state_dict().")
+        packed["_parallel"], packed["_process_group"] = self._parallel, None
+        packed["ranges"] = self._placement.ranges
         return packed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore, and plan anew."""
+        """Restore, and plan anew; torch also calls this to load a state, which leaves the division of work alone."""
         self._forget_plan()
-        super().__setstate__(state)
+        is_copy = "ranges" in state
+        super().__setstate__({name: value for name, value in state.items() if name != "ranges"})
         restored = self.state
         self.state = defaultdict(dict)
         self.state.update(restored)
@@ -337,21 +377,16 @@ class KroneckerOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
+        if is_copy:
+            self._placement, self._placed = SingleProcess(), False
+            self._place(self.param_groups, state["ranges"])
 
     def _forget_plan(self) -> None:
         self._layouts = {}
         self._stacks = []
         self._stacks_for = None
-        self._placement = SingleProcess()
 
 
-def _assembled(layout: Layout, tiles: dict[int, Tensor]) -> Tensor:
-    """Put the updates of a parameter's tiles together."""
-    if layout.is_whole:
-        return tiles[0].reshape(layout.shape)
-    if len(layout.tiles) == 1:
-        return layout.tiles[0].joined(tiles[0]).reshape(layout.shape)
-    out = next(iter(tiles.values())).new_empty(layout.view)
-    for index, blocks in tiles.items():
-        layout.tiles[index].insert(out, blocks)
-    return out.reshape(layout.shape)
+def _on_device(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """Return a state on its parameter's device: DCP wants one device for all tensors but scalars."""
+    return {name: tensor.to(param.device) if tensor.ndim else tensor for name, tensor in tensors.items()}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
@@ -35,12 +36,14 @@ class Tile:
         stop: One past the last index in each dimension.
         block: The blocks' shape.
         factored: Which dimensions get a factor.
+        owned: The range of blocks, in row-major order of the grid, that this process works on; None for all.
     """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
     block: tuple[int, ...]
     factored: tuple[bool, ...]
+    owned: tuple[int, int] | None = None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -48,9 +51,14 @@ class Tile:
         return tuple((b - a) // s for a, b, s in zip(self.start, self.stop, self.block, strict=True))
 
     @property
-    def count(self) -> int:
-        """Number of blocks."""
+    def total(self) -> int:
+        """Number of blocks, whoever works on them."""
         return math.prod(self.grid)
+
+    @property
+    def count(self) -> int:
+        """Number of blocks that this process works on."""
+        return self.total if self.owned is None else self.owned[1] - self.owned[0]
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -60,34 +68,50 @@ class Tile:
     @property
     def is_whole(self) -> bool:
         """Whether the tile is a single block, so that no data has to be moved to form it."""
-        return self.count == 1
+        return self.total == 1
 
     def factor_numel(self) -> int:
         """Numbers in one set of factors of all blocks."""
         return self.count * sum(self.block[mode] ** 2 for mode in self.modes)
 
     def extract(self, view: Tensor) -> Tensor:
-        """Return the blocks (count, *block) of a view; a copy unless there is one block."""
-        region = view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
+        """Return the blocks (count, *block) of a view; a copy unless the tile is a single block."""
         if self.is_whole:
-            return region.unsqueeze(0)
-        split = [size for pair in zip(self.grid, self.block, strict=True) for size in pair]
-        order = [*range(0, 2 * len(self.block), 2), *range(1, 2 * len(self.block), 2)]
-        return region.reshape(split).permute(order).reshape(self.count, *self.block)
+            return self._region(view).unsqueeze(0)[slice(*self.owned) if self.owned is not None else slice(None)]
+        blocks = self._cells(view)
+        if self.owned is None:
+            return blocks.reshape(self.count, *self.block)
+        return blocks[self._places(view.device)]
 
     def insert(self, view: Tensor, blocks: Tensor) -> None:
-        """Write blocks (count, *block) into their region of a view."""
-        region = view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
-        region.copy_(self.joined(blocks))
+        """Write blocks (count, *block) into their region of a view, which must not need a copy to be split."""
+        if self.owned is None or self.count == self.total:
+            self._region(view).copy_(self.joined(blocks))
+        elif self.count:
+            self._cells(view)[self._places(view.device)] = blocks
 
     def joined(self, blocks: Tensor) -> Tensor:
-        """Return blocks (count, *block) as their region."""
+        """Return all blocks (total, *block) as their region."""
         if self.is_whole:
             return blocks[0]
         dims = len(self.block)
         order = [axis for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for axis in pair]
         size = [b - a for a, b in zip(self.start, self.stop, strict=True)]
         return blocks.reshape(*self.grid, *self.block).permute(order).reshape(size)
+
+    def _region(self, view: Tensor) -> Tensor:
+        return view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
+
+    def _cells(self, view: Tensor) -> Tensor:
+        """Return a view (*grid, *block) of the region."""
+        split = [size for pair in zip(self.grid, self.block, strict=True) for size in pair]
+        order = [*range(0, 2 * len(self.block), 2), *range(1, 2 * len(self.block), 2)]
+        return self._region(view).reshape(split).permute(order)
+
+    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the grid indices of the owned blocks."""
+        assert self.owned is not None
+        return torch.unravel_index(torch.arange(*self.owned, device=device), self.grid)
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,17 @@ def _whole(name: str, value: object, least: int) -> None:
 class Every:
     """Refresh each root once every ``steps`` steps, staggered over factors; all of them at the first step.
 
+    Attributes:
+        steps: The period.
+        spread: Stagger, so that one process's steps take equally long. False takes all roots in the same step, which is
+            faster where many processes share them: a step is over when the slowest is.
+
     >>> [step for step in range(1, 10) if Every(4).is_due(step, phase=2)]
     [1, 3, 7]
     """
 
     steps: int = 10
+    spread: bool = True
 
     def __post_init__(self) -> None:
         """Check the period."""
@@ -69,12 +75,18 @@ class Warmup:
 
     Early on the factors change quickly, and a root that has not seen a direction amplifies it.
 
+    Attributes:
+        first: Number of steps that take every root.
+        every: The period afterwards.
+        spread: As for :class:`Every`.
+
     >>> [step for step in range(1, 12) if Warmup(first=3, every=4).is_due(step, phase=2)]
     [1, 2, 3, 7, 11]
     """
 
     first: int = 30
     every: int = 10
+    spread: bool = True
 
     def __post_init__(self) -> None:
         """Check both numbers."""
@@ -105,10 +117,12 @@ class Adaptive:
     Attributes:
         tolerance: Relative residual that is still accepted.
         check: Steps between two looks at a factor.
+        spread: As for :class:`Every`.
     """
 
     tolerance: float = 0.1
     check: int = 1
+    spread: bool = True
 
     def __post_init__(self) -> None:
         """Check both numbers."""
@@ -273,7 +287,7 @@ def parse_refresh(value: object) -> Refresh:
         OptionError: it is neither.
 
     >>> parse_refresh(5)
-    Every(steps=5)
+    Every(steps=5, spread=True)
     """
     if isinstance(value, Every | Warmup | Adaptive):
         return value
@@ -315,7 +329,7 @@ def encode(value: object) -> object:
     """Write an option object as a string, so that a state dict holds plain values only; others pass unchanged.
 
     >>> encode(Every(5))
-    '{"type": "Every", "steps": 5}'
+    '{"type": "Every", "steps": 5, "spread": true}'
     """
     if _KINDS.get(type(value).__name__) is type(value):
         return json.dumps({"type": type(value).__name__, **asdict(value)})  # type: ignore[call-overload]
@@ -326,7 +340,7 @@ def decode(value: object) -> object:
     """Undo :func:`encode`.
 
     >>> decode('{"type": "Every", "steps": 5}')
-    Every(steps=5)
+    Every(steps=5, spread=True)
     """
     if isinstance(value, str) and value.startswith('{"type"'):
         fields = json.loads(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from kronscope.optim.batched import Moments, direction
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 from kronscope.optim.explain import table
+from kronscope.optim.parallel import Placement
+from kronscope.optim.parallel.shards import is_dtensor
 from kronscope.optim.pieces import Tensors, batched_times, ridge_of
 from kronscope.optim.soap_batched import soap_direction
 from kronscope.optim.stacks import block_key, factor_dtype
@@ -77,39 +80,69 @@ class Diagnostics:
         return table(header, lines) + f"\nskipped steps: {self.skipped_steps}"
 
 
+class _Part(NamedTuple):
+    """What one process knows of a parameter."""
+
+    condition: float
+    effective_rank: float
+    staleness: int
+    residual: float
+    update: float
+    weight: float
+
+
 @torch.no_grad()
 def diagnose(
     entries: Sequence[tuple[str, Tensor, Layout, Hyper, dict[str, Any]]],
     state: Mapping[Tensor, Tensors],
     skipped_steps: int,
+    placement: Placement,
 ) -> Diagnostics:
     """Look at every parameter that has had a gradient.
 
     Args:
-        entries: Name, parameter, layout, options and group of each parameter.
+        entries: Name, parameter, layout (of the blocks that this process works on), options and group of each.
         state: The optimizer's state.
         skipped_steps: Steps that were skipped.
+        placement: The processes that share the work.
     """
+    seen = [entry for entry in entries if "step" in state.get(entry[1], {})]
+    parts = [_part(param, state[param], layout, hyper, group, placement) for _, param, layout, hyper, group in seen]
+    everyone: list[list[_Part]] = placement.everyone(parts)
     rows = []
-    for name, param, layout, hyper, group in entries:
-        tensors = state.get(param, {})
-        if "step" not in tensors:
-            continue
-        step = int(tensors["step"])
-        condition, rank, staleness, residual = math.nan, math.nan, 0, math.nan
-        for index, tile in enumerate(layout.tiles):
-            one = _tile_tensors(tensors, index)
-            for mode in tile.modes:
-                condition = _worst(condition, _condition(one, mode, hyper, step))
-                rank = -_worst(-rank, -_effective_rank(one[f"factor{mode}"]))
-                residual = _worst(residual, _residual(one, mode, hyper, step))
-                staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
+    for (name, param, _, _, group), shares in zip(seen, zip(*everyone, strict=True), strict=True):
+        weight = math.sqrt(sum(share.weight for share in shares))
+        length = math.sqrt(sum(share.update for share in shares)) * float(group["lr"])
         rows.append(
             DiagnosticsRow(
-                name, step, condition, rank, staleness, residual, _ratio(param, tensors, layout, hyper, group, step)
+                name,
+                int(state[param]["step"]),
+                reduce(_worst, (share.condition for share in shares)),
+                -reduce(_worst, (-share.effective_rank for share in shares)),
+                max(share.staleness for share in shares),
+                reduce(_worst, (share.residual for share in shares)),
+                length / weight if weight > 0 else math.nan,
             )
         )
     return Diagnostics(tuple(rows), skipped_steps)
+
+
+def _part(
+    param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], placement: Placement
+) -> _Part:
+    step = int(tensors["step"])
+    condition, rank, staleness, residual = math.nan, math.nan, 0, math.nan
+    for index, tile in enumerate(layout.tiles):
+        one = _tile_tensors(tensors, index)
+        for mode in tile.modes if tile.count else ():
+            condition = _worst(condition, _condition(one, mode, hyper, step))
+            rank = -_worst(-rank, -_effective_rank(one[f"factor{mode}"]))
+            residual = _worst(residual, _residual(one, mode, hyper, step))
+            staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
+    squares = _squares(param, tensors, layout, hyper, group, step)
+    if layout.is_elementwise and not placement.is_counted(param):
+        squares = 0.0
+    return _Part(condition, rank, staleness, residual, squares, placement.square_norm(param))
 
 
 def _tile_tensors(tensors: Tensors, index: int) -> Tensors:
@@ -155,23 +188,21 @@ def _residual(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
     return float(root_residual(factors, state[f"root{mode}"], hyper.exponent(mode), ridge_of(hyper), largest).amax())
 
 
-def _ratio(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int) -> float:
-    """Norm of the step the present state would make over that of the parameter; NaN where it needs a gradient."""
-    squares = 0.0
+def _squares(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int) -> float:
+    """Squares of the update the present state would make; NaN where it needs a gradient that is not here."""
     if layout.is_elementwise:
         if hyper.is_sum:
             denominator = (tensors["exp_avg_sq"] + hyper.eps).sqrt()
         else:
             denominator = (tensors["exp_avg_sq"] / hyper.correction2(step)).sqrt() + hyper.eps
         update = tensors["exp_avg"] / (1 - hyper.beta1**step) / denominator
-        squares = float(update.nan_to_num(nan=0.0).double().square().sum())
+        return float(update.nan_to_num(nan=0.0).double().square().sum())
+    squares = 0.0
     for index, tile in enumerate(layout.tiles):
-        update_or_none = _peek(param, _tile_tensors(tensors, index), tile, layout, hyper, group, step)
-        if update_or_none is None:
-            return math.nan
-        squares += float(update_or_none.double().square().sum())
-    weight = float(param.detach().double().norm())
-    return float(group["lr"]) * math.sqrt(squares) / weight if weight > 0 else math.nan
+        if tile.count:
+            found = _peek(param, _tile_tensors(tensors, index), tile, layout, hyper, group, step)
+            squares += math.nan if found is None else float(found.double().square().sum())
+    return squares
 
 
 def _peek(
@@ -181,8 +212,8 @@ def _peek(
         return torch.zeros(1)
     if hyper.beta1 > 0:
         mean = state["exp_avg"]
-    elif param.grad is not None:
-        mean = tile.extract(prepared_gradient(param, group).to(factor_dtype(param)).reshape(layout.view))
+    elif param.grad is not None and not is_dtensor(param):
+        mean = tile.extract(prepared_gradient(param, param.grad, group).to(factor_dtype(param)).reshape(layout.view))
     else:
         return None
     if hyper.family == "soap":

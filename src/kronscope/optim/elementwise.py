@@ -29,23 +29,22 @@ def elementwise_state(param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def elementwise_step(
-    params: list[Tensor], states: list[dict[str, Tensor]], steps: list[int], hyper: Hyper, group: dict[str, Any]
+    params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Hyper, group: dict[str, Any]
 ) -> None:
-    """Update parameters elementwise; ``steps`` are those they are at now, from 1."""
-    if _can_fuse(params, states, hyper, group):
-        _fused(params, states, hyper, group)
+    """Update parameters, or parts of them, elementwise; the states' steps are those they are at now, from 1."""
+    if _can_fuse(params, grads, states, hyper, group):
+        _fused(params, grads, states, hyper, group)
         return
+    steps = [int(state["step"]) for state in states]
     by_step: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         by_step.setdefault(step, []).append(index)
     for step, indices in by_step.items():
         chosen = [params[i] for i in indices]
-        grads = [
-            prepared_gradient(p, group).to(states[i]["exp_avg"].dtype) for i, p in zip(indices, chosen, strict=True)
-        ]
+        taken = [prepared_gradient(params[i], grads[i], group).to(states[i]["exp_avg"].dtype) for i in indices]
         means = [states[i]["exp_avg"] for i in indices]
         seconds = [states[i]["exp_avg_sq"] for i in indices]
-        apply_updates(chosen, _updates(grads, means, seconds, hyper, step), group)
+        apply_updates(chosen, _updates(taken, means, seconds, hyper, step), group)
 
 
 def _updates(grads: list[Tensor], means: list[Tensor], seconds: list[Tensor], hyper: Hyper, step: int) -> list[Tensor]:
@@ -67,7 +66,9 @@ def _updates(grads: list[Tensor], means: list[Tensor], seconds: list[Tensor], hy
     return updates
 
 
-def _can_fuse(params: list[Tensor], states: list[dict[str, Tensor]], hyper: Hyper, group: dict[str, Any]) -> bool:
+def _can_fuse(
+    params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Hyper, group: dict[str, Any]
+) -> bool:
     """One kernel does it all on the CPU, 3.5 times faster, where state and parameter share a dtype."""
     return (
         not hyper.is_sum
@@ -77,16 +78,16 @@ def _can_fuse(params: list[Tensor], states: list[dict[str, Tensor]], hyper: Hype
         and not isinstance(group["lr"], Tensor)
         and all(p.device.type == "cpu" and p.numel() > 0 and p.dtype in (torch.float32, torch.float64) for p in params)
         and len({p.dtype for p in params}) == 1
-        and all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
         and all(
-            p.is_contiguous() and p.grad is not None and p.grad.is_contiguous() and s["exp_avg"].is_contiguous()
-            for p, s in zip(params, states, strict=True)
+            g.dtype == p.dtype and p.is_contiguous() and g.is_contiguous() and s["exp_avg"].is_contiguous()
+            for p, g, s in zip(params, grads, states, strict=True)
         )
     )
 
 
-def _fused(params: list[Tensor], states: list[dict[str, Tensor]], hyper: Hyper, group: dict[str, Any]) -> None:
-    grads = [param.grad for param in params if param.grad is not None]
+def _fused(
+    params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Hyper, group: dict[str, Any]
+) -> None:
     torch._fused_adamw_(
         params,
         grads,

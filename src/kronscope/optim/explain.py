@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
+from kronscope.optim.costs import layout_work
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, initial_state
 
 __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
-
-# An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
-# multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
-_ROOT_COST = 30.0
-# Elementwise work is bound by memory: one entry costs about as much as this many multiply-adds.
-_ELEMENT_COST = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +50,15 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan for all parameters; ``str`` gives a table."""
+    """The plan for all parameters; ``str`` gives a table.
+
+    Attributes:
+        rows: One per parameter.
+        parallel: Who does what, keeps what and sends what; empty for one process.
+    """
 
     rows: tuple[ExplanationRow, ...]
+    parallel: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -97,24 +97,28 @@ class Explanation:
             for row in self.rows
         ]
         footer = f"state: {self.total_bytes / 2**20:.1f} MiB; a step: {sum(r.flops for r in self.rows) / 1e9:.2f} GFLOP"
-        return table(header, lines) + "\n" + footer
+        return "\n".join([table(header, lines), footer, *([self.parallel] if self.parallel else [])])
 
 
-def explain_plan(entries: Sequence[tuple[str, Tensor, Layout, Hyper]]) -> Explanation:
+def explain_plan(
+    entries: Sequence[tuple[str, Tensor, Layout, Hyper]], describe: Callable[[dict[Tensor, dict[str, int]]], str]
+) -> Explanation:
     """Work out bytes and FLOPs of each parameter.
 
     Args:
         entries: Name, parameter, layout and options.
+        describe: Says how processes share the work, given the bytes of each tensor of each parameter's state.
     """
-    costs, drafts = [], []
+    costs, drafts, sizes = [], [], {}
     for name, param, layout, hyper in entries:
-        ghost = torch.empty_like(param, device="meta")
+        ghost = torch.empty(param.shape, dtype=param.dtype, device="meta")
         if layout.is_elementwise:
             state = elementwise_state(ghost, factor_dtype(param))
         else:
             state = initial_state(ghost, layout, hyper)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        flops, cost = _work(layout, hyper, param.numel())
+        sizes[param] = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
+        size = sum(sizes[param].values())
+        flops, cost = layout_work(layout, hyper, param.numel())
         costs.append(cost)
         drafts.append((name, param, layout, hyper, size, flops))
     total = sum(costs) or 1.0
@@ -138,7 +142,7 @@ def explain_plan(entries: Sequence[tuple[str, Tensor, Layout, Hyper]]) -> Explan
                 share=cost / total,
             )
         )
-    return Explanation(tuple(rows))
+    return Explanation(tuple(rows), describe(sizes))
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -153,26 +157,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *lines)
     )
-
-
-def _work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]:
-    """Return multiply-adds of a step and its cost in the same unit, memory-bound work included."""
-    if layout.is_elementwise:
-        return 10.0 * numel, _ELEMENT_COST * numel
-    products = roots = 0.0
-    # one Gram matrix and one multiplication by the root, or two turns of SOAP's bases
-    passes = 3 if hyper.family == "soap" else 2 + (hyper.family == "kl") + (hyper.power_rounds - 1)
-    for tile in layout.tiles:
-        entries = tile.count
-        for size in tile.block:
-            entries *= size
-        for mode in tile.modes:
-            # of a Gram matrix that is kept as a triangle only the lower panels are formed
-            saved = 0.4 if is_packed(tile.block[mode]) and not hyper.published and hyper.power_rounds == 1 else 0.0
-            products += (passes - saved) * tile.block[mode] * entries
-            roots += tile.count * _ROOT_COST * tile.block[mode] ** 3 / hyper.refresh.period
-    flops = products + roots + 15.0 * numel
-    return flops, products + roots + 1.5 * _ELEMENT_COST * numel
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor
 
@@ -10,6 +10,9 @@ from kronscope.errors import OptionError
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["KLShampoo"]
 
@@ -48,6 +51,8 @@ class KLShampoo(KroneckerOptimizer):
         split: As for :class:`Shampoo`.
         solver: ``"auto"``, or a root solver.
         nonfinite: ``"skip"`` or ``"raise"``.
+        parallel: As for :class:`Shampoo`.
+        process_group: As for :class:`Shampoo`.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -85,6 +90,8 @@ class KLShampoo(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = "auto",
         nonfinite: Literal["skip", "raise"] = "skip",
+        parallel: Literal["auto", "single", "replicated"] = "auto",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         if betas[1] == 1:
             raise OptionError(

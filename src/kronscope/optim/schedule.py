@@ -42,6 +42,7 @@ def assign_phases(
         for state, layout, hyper in newcomers
         for index, tile in enumerate(layout.tiles)
         for mode in tile.modes
+        if hyper.refresh.spread
     ]
     for cost, period, phases, mode in sorted(sides, key=lambda side: -side[0]):
         load = loads.setdefault(period, [0.0] * period)

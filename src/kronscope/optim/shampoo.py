@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor
 
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Shampoo"]
 
@@ -56,6 +59,10 @@ class Shampoo(KroneckerOptimizer):
         split: Number (or sizes) of row parts that are matrices of their own, as 3 for a fused qkv.
         solver: ``"auto"``, or a root solver.
         nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
+        parallel: ``"auto"`` divides the work over processes: those of the mesh for DTensor parameters, else all of an
+            initialised process group. ``"single"``: this process is on its own. ``"replicated"``: all processes hold
+            the same parameters and gradients.
+        process_group: The processes that share the work; None takes the mesh's, or all.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -97,6 +104,8 @@ class Shampoo(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = "auto",
         nonfinite: Literal["skip", "raise"] = "skip",
+        parallel: Literal["auto", "single", "replicated"] = "auto",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, defaults)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from kronscope.optim.apply import apply_updates
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Every, Norm, Refresh, parse_refresh, parse_scale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SOAP"]
 
@@ -51,6 +54,8 @@ class SOAP(KroneckerOptimizer):
         split: As for :class:`Shampoo`.
         solver: ``WarmQR()`` turns the last basis by a power step, ``"auto"`` decomposes anew.
         nonfinite: ``"skip"`` or ``"raise"``.
+        parallel: As for :class:`Shampoo`.
+        process_group: As for :class:`Shampoo`.
         reference: Do exactly what the published implementation does: no first step, every dimension of two or more a
             factor, all bases refreshed together, second moments permuted, weight decay after the step. For comparison.
 
@@ -86,6 +91,8 @@ class SOAP(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = _SOLVER,
         nonfinite: Literal["skip", "raise"] = "skip",
+        parallel: Literal["auto", "single", "replicated"] = "auto",
+        process_group: ProcessGroup | None = None,
         reference: bool = False,
     ) -> None:
         if not isinstance(parse_scale(scale), Norm | None):
@@ -106,12 +113,12 @@ class SOAP(KroneckerOptimizer):
         group.setdefault("roles", [""] * len(group["params"]))
         return [_published_layout(param) for param in group["params"]]
 
-    def _apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
+    def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         if not group["reference"]:
-            apply_updates(params, updates, group)
+            apply_updates(targets, updates, group)
             return
         moving = [i for i, param in enumerate(params) if int(self.state[param]["step"]) > 1]
-        moved = [params[i] for i in moving]
+        moved = [targets[i] for i in moving]
         if moved:
             apply_updates(moved, [updates[i] for i in moving], {**group, "weight_decay": 0.0})
             if group["weight_decay"] != 0:

@@ -19,9 +19,6 @@ from kronscope.optim.pieces import Tensors, new_state
 
 __all__ = ["Member", "Stack", "add_missing", "block_key", "build_stacks", "factor_dtype", "initial_state"]
 
-# Held per block on the CPU: they steer the schedule and are never used in arithmetic on the device.
-_HOST = ("phase", "refreshed")
-
 
 def factor_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's state: its own, but at least float32."""
@@ -86,9 +83,9 @@ class Stack:
         """Number of blocks."""
         return self.members[-1].stop if self.members else 0
 
-    def gather(self, grad_of: Callable[[Tensor], Tensor], members: Sequence[Member], dtype: torch.dtype) -> Tensor:
+    def gather(self, blocks_of: Callable[[Member], Tensor], members: Sequence[Member], dtype: torch.dtype) -> Tensor:
         """Return the gradients of some members as one tensor (B, ...); may be the gradient itself."""
-        pieces = [member.blocks(grad_of(member.param)) for member in members]
+        pieces = [blocks_of(member) for member in members]
         if len(pieces) == 1:
             return pieces[0].to(dtype).contiguous()
         return torch.cat([piece.to(dtype) for piece in pieces])
@@ -114,8 +111,9 @@ def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
         made = new_state(tile.block, tile.factored, hyper, tile.count, dtype, param.device)
         for name, tensor in made.items():
             state[block_key(index, name)] = tensor
-        for name in _HOST:
-            state[block_key(index, name)] = torch.zeros(tile.count, len(tile.block), dtype=torch.int64)
+        # every process knows all phases, to find the emptiest step for parameters added later
+        state[block_key(index, "phase")] = torch.zeros(tile.total, len(tile.block), dtype=torch.int64)
+        state[block_key(index, "refreshed")] = torch.zeros(tile.count, len(tile.block), dtype=torch.int64)
     return state
 
 
@@ -137,6 +135,8 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
     stacks: dict[tuple[Any, ...], Stack] = {}
     for param, layout, group, hyper in entries:
         for index, tile in enumerate(layout.tiles):
+            if tile.count == 0:
+                continue
             names = tuple(new_state_names(tile, hyper))
             key = (tile.block, tile.factored, group, factor_dtype(param), param.device, names)
             stack = stacks.setdefault(key, Stack(tile.block, tile.factored, group))
@@ -144,7 +144,10 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
     for key, stack in stacks.items():
         for name in key[-1]:
             stack.tensors[name] = _joined(stack, name, state)
-        stack.phase, stack.refreshed = (_joined(stack, name, state) for name in _HOST)
+        stack.refreshed = _joined(stack, "refreshed", state)
+        stack.phase = torch.cat(
+            [_own(member.tile, state[member.param][block_key(member.tile_index, "phase")]) for member in stack.members]
+        )
     return list(stacks.values())
 
 
@@ -152,6 +155,11 @@ def new_state_names(tile: Tile, hyper: Hyper) -> list[str]:
     """Return the names of the tensors a tile has."""
     empty = new_state(tile.block, tile.factored, hyper, 0, torch.float32, torch.device("meta"))
     return list(empty)
+
+
+def _own(tile: Tile, rows: Tensor) -> Tensor:
+    """Return the rows, one per block of a tile, of the blocks this process works on."""
+    return rows if tile.owned is None else rows[slice(*tile.owned)]
 
 
 def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors]) -> Tensor:

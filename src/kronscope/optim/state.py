@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,7 @@ def check_loaded(
 
 
 def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout: Layout, hyper: Hyper) -> None:
-    with torch.device("meta"):
-        ghost = torch.empty_like(param, device="meta")
+    ghost = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if layout.is_elementwise:
         wanted = elementwise_state(ghost, factor_dtype(param))
     else:
@@ -79,12 +78,26 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
             )
 
 
-def load_tensors(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], state: dict[Tensor, Any]) -> None:
-    """Copy the saved tensors, keeping their dtypes; what steers the schedule stays on the CPU."""
+def load_tensors(
+    saved: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    state: dict[Tensor, Any],
+    part: Callable[[Tensor, str, Tensor], Tensor],
+) -> None:
+    """Copy the saved tensors, keeping their dtypes; what steers the schedule stays on the CPU.
+
+    Args:
+        saved: The state dict.
+        groups: The optimizer's parameter groups.
+        state: The optimizer's state, which is replaced.
+        part: Returns what this process keeps of a parameter's tensor.
+    """
     for group, old in zip(groups, saved["param_groups"], strict=True):
         for param, key in zip(group["params"], old["params"], strict=True):
             if key in saved["state"]:
-                state[param] = {name: _placed(name, value, param) for name, value in saved["state"][key].items()}
+                state[param] = {
+                    name: _placed(name, part(param, name, value), param) for name, value in saved["state"][key].items()
+                }
 
 
 def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:

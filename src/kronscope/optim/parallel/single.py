@@ -2,29 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from kronscope.errors import StateError
+from kronscope.optim.apply import prepared_gradient
+from kronscope.optim.blocks import Layout
+from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors
+from kronscope.optim.stacks import Member
+
 __all__ = ["SingleProcess"]
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
 class SingleProcess:
     """The placement of a run in one process."""
 
-    def mine(self, work: Sequence[T]) -> list[T]:
-        """Return the pieces of work this process does."""
-        return list(work)
+    @property
+    def ranges(self) -> Ranges:
+        """Nothing is divided."""
+        return {}
 
-    def exchanged(self, updates: Tensor) -> Tensor:
-        """Return the updates of all processes."""
-        return updates
+    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+        """Do nothing: all work is this process's.
 
-    def finite_everywhere(self, finite: bool) -> bool:
-        """Tell whether the gradients are finite on every process."""
-        return finite
+        Raises:
+            StateError: the run that is being restored was one of several processes'.
+        """
+        if ranges:
+            raise StateError("a process that shared its work with others was copied to one that is on its own.")
+
+    def share(self, param: Tensor, layout: Layout) -> Layout:
+        """Return the layout: all blocks."""
+        return layout
+
+    def held(self, param: Tensor) -> Tensor:
+        """Return the parameter."""
+        return param
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """Return the gradient."""
+        return param.grad
+
+    def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
+        """Return the answer of this process."""
+        return dict(finite)
+
+    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
+        """Begin a step."""
+        return LocalExchange(active, groups, apply)
+
+    def packed(self, param: Tensor, state: Tensors) -> Tensors:
+        """Return the state as it is."""
+        return state
+
+    def unpacked(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        """Return the saved tensor, whole also where several processes saved it."""
+        full = getattr(value, "full_tensor", None)
+        return value if full is None else full()
+
+    def whole(self, param: Tensor, state: Tensors) -> Tensors:
+        """Return the state as it is."""
+        return state
+
+    def is_counted(self, param: Tensor) -> bool:
+        """Return True: there is no other process."""
+        return True
+
+    def square_norm(self, param: Tensor) -> float:
+        """Return the sum of the parameter's squares."""
+        return float(param.detach().double().square().sum())
+
+    def everyone(self, value: object) -> list[Any]:
+        """Return the one value there is."""
+        return [value]
+
+    def describe(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> str:
+        """Return nothing."""
+        return ""
+
+
+class LocalExchange:
+    """A step of one process: gradients are where they are needed, and updates too."""
+
+    def __init__(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> None:
+        self._active, self._groups, self._apply = active, groups, apply
+        self._updates: dict[Tensor, dict[int, Tensor]] = {}
+        self._layouts: dict[Tensor, Layout] = {}
+
+    def part(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parameter and its gradient."""
+        assert param.grad is not None
+        return param, param.grad
+
+    def blocks(self, member: Member) -> Tensor:
+        """Cut the gradient into blocks."""
+        param = member.param
+        assert param.grad is not None
+        return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
+
+    def put(self, member: Member, update: Tensor) -> None:
+        """Keep the updates until those of all tiles are there."""
+        self._updates.setdefault(member.param, {})[member.tile_index] = update
+        self._layouts[member.param] = member.layout
+
+    def finish(self) -> None:
+        """Put the tiles together and step."""
+        for index, group in enumerate(self._groups):
+            mine = [param for param in self._updates if self._active[param] == index]
+            if mine:
+                updates = [_assembled(self._layouts[param], self._updates[param]) for param in mine]
+                self._apply(mine, mine, updates, group)
+
+
+def _assembled(layout: Layout, tiles: dict[int, Tensor]) -> Tensor:
+    """Put the updates of a parameter's tiles together."""
+    if layout.is_whole:
+        return tiles[0].reshape(layout.shape)
+    if len(layout.tiles) == 1:
+        return layout.tiles[0].joined(tiles[0]).reshape(layout.shape)
+    out = next(iter(tiles.values())).new_empty(layout.view)
+    for index, blocks in tiles.items():
+        layout.tiles[index].insert(out, blocks)
+    return out.reshape(layout.shape)

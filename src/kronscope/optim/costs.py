@@ -1,0 +1,38 @@
+"""What a step costs: multiply-adds, and an estimate that counts memory-bound work too."""
+
+from __future__ import annotations
+
+import math
+
+from kronscope.kron.triangles import is_packed
+from kronscope.optim.blocks import Layout, Tile
+from kronscope.optim.config import Hyper
+
+__all__ = ["ELEMENT_COST", "block_work", "layout_work"]
+
+# An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
+# multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
+ROOT_COST = 30.0
+# Elementwise work is bound by memory: one entry costs about as much as this many multiply-adds.
+ELEMENT_COST = 60.0
+
+
+def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
+    """Return multiply-adds of a step of one block, roots spread over their period, and its cost in the same unit."""
+    # one Gram matrix and one multiplication by the root, or two turns of SOAP's bases
+    passes = 3 if hyper.family == "soap" else 2 + (hyper.family == "kl") + (hyper.power_rounds - 1)
+    entries = math.prod(tile.block)
+    sizes = [tile.block[mode] for mode in tile.modes]
+    # of a Gram matrix that is kept as a triangle only the lower panels are formed
+    saves = not hyper.published and hyper.power_rounds == 1
+    products = sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
+    roots = ROOT_COST * sum(float(size) ** 3 for size in sizes) / hyper.refresh.period
+    return products + roots + 15.0 * entries, products + roots + 1.5 * ELEMENT_COST * entries
+
+
+def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]:
+    """Return multiply-adds of a step of one parameter, and its cost in the same unit."""
+    if layout.is_elementwise:
+        return 10.0 * numel, ELEMENT_COST * numel
+    parts = [(tile.total, block_work(tile, hyper)) for tile in layout.tiles]
+    return sum(count * work[0] for count, work in parts), sum(count * work[1] for count, work in parts)

@@ -1,0 +1,226 @@
+"""Several processes: a plan of who works on what, made alike on all of them, and the exchanges that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kronscope.errors import StateError
+from kronscope.optim.blocks import Layout
+from kronscope.optim.parallel.agreement import agreed_gradients, check_same_plan, check_same_values, described
+from kronscope.optim.parallel.collectives import gather_objects, group_ranks
+from kronscope.optim.parallel.division import Division, is_common, tile_of
+from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
+from kronscope.optim.parallel.replicated import ReplicatedExchange, segments_of
+from kronscope.optim.parallel.scattered import Processes, Scattered
+from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
+from kronscope.optim.parallel.shards import is_dtensor, local_gradient, local_tensor, shards_of
+from kronscope.optim.stacks import Member
+
+__all__ = ["Distributed"]
+
+
+class Distributed:
+    """The placement of a run in several processes.
+
+    Replicated and sharded parameters may be mixed; the blocks of both are divided over all processes.
+
+    Args:
+        group: The processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.division = Division(self.size)
+        self._names: dict[Tensor, str] = {}
+        self._plans: dict[tuple[Tensor, ...], tuple[Any, Any]] = {}
+        self._compared = False
+
+    @property
+    def ranges(self) -> Ranges:
+        """The range of each process."""
+        return self.division.ranges
+
+    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+        """Divide the work on more parameters; what was divided before stays as it is.
+
+        Args:
+            entries: The parameters.
+            groups: All parameter groups, which must be the same on all processes.
+            ranges: How the work was divided in the run that is being restored; None to decide now.
+
+        Raises:
+            ParallelError: the processes differ, or a parameter is cut in a way that is not supported.
+            StateError: the run that is being restored had another number of processes.
+        """
+        if any(len(by_process) != self.size for tiles in (ranges or {}).values() for by_process in tiles):
+            raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
+        ranks = group_ranks(self.group)
+        cuts = {entry.param: shards_of(entry.name, entry.param, ranks) for entry in entries}
+        names = {**self._names, **{entry.param: entry.name for entry in entries}}
+        check_same_plan(described(groups, names), self.group)
+        self.division.add(entries, cuts, ranges)
+        self._names = names
+        self._plans.clear()
+
+    # --- what this process does -----------------------------------------------------------------------------------
+
+    def share(self, param: Tensor, layout: Layout) -> Layout:
+        """Return a layout whose tiles say which blocks this process works on."""
+        owned = [ranges[self.rank] for ranges in self.ranges[param]] if layout.tiles else []
+        tiles = tuple(replace(tile, owned=rows) for tile, rows in zip(layout.tiles, owned, strict=True))
+        return replace(layout, tiles=tiles)
+
+    def held(self, param: Tensor) -> Tensor:
+        """Return the part of an elementwise parameter whose state this process keeps."""
+        mine = local_tensor(param.detach())
+        if self.division.cuts[param] is not None:
+            return mine
+        start, stop = self.ranges[param][0][self.rank]
+        if mine.ndim:
+            return mine[start:stop]
+        return mine if stop > start else mine.new_empty(0)
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """Return the gradient as far as this process has it."""
+        return local_gradient(param)
+
+    def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
+        """Ask all processes which gradients are there and finite; at the first step also whether they are the same.
+
+        Raises:
+            GradientError: a parameter has a gradient on some processes only.
+            ParallelError: parameters or gradients that should be the same are not, or a process does not answer.
+        """
+        found = agreed_gradients(params, finite, self._names, self.group)
+        if not self._compared and found and all(found.values()):
+            check_same_values([p for p in found if self.division.cuts[p] is None], self._names, self.group)
+            self._compared = True
+        return found
+
+    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> Exchange:
+        """Begin a step: gradients of sharded parameters start to travel."""
+        # all processes must go through the parameters in the same order
+        params = tuple(param for param in self.ranges if param in active)
+        if params not in self._plans:
+            whole = [param for param in params if self.division.cuts[param] is None]
+            cut = [param for param in params if param in self.division.views]
+            self._plans[params] = (
+                segments_of(whole, self.division.layouts, self.ranges),
+                routes_of(cut, self.division.layouts, self.division.views, self.ranges, self.rank, self.size),
+            )
+        buffers, routes = self._plans[params]
+        return _Both(
+            ShardedExchange(routes, self.group, active, groups, apply),
+            ReplicatedExchange(buffers, self.group, active, groups, apply),
+            {param for param in params if self.division.cuts[param] is None},
+        )
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def packed(self, param: Tensor, state: Tensors) -> Tensors:
+        """Return a parameter's state with each tensor saying which part of the whole it is."""
+        return {name: self._packed(param, name, tensor) for name, tensor in state.items()}
+
+    def _packed(self, param: Tensor, name: str, tensor: Tensor) -> Tensor:
+        if is_common(name):
+            return tensor
+        cut = self.division.cuts[param]
+        if cut is not None and self.division.layouts[param].is_elementwise:
+            from torch.distributed.tensor import DTensor
+
+            assert is_dtensor(param)
+            return DTensor.from_local(
+                tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
+        if self.size == 1:
+            return tensor
+        ranges = self.ranges[param][tile_of(name)]
+        shape = (ranges[-1][1], *tensor.shape[1:]) if not self.division.layouts[param].is_elementwise else param.shape
+        return Scattered(tensor, shape, ranges, self.rank, Processes(self._mesh(param), self.group))
+
+    def unpacked(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        """Return this process's part of a saved tensor: of a whole one, or of one that several processes saved.
+
+        Raises:
+            StateError: it holds other rows than this process works on.
+        """
+        if is_common(name):
+            return value
+        if isinstance(value, Scattered):
+            ranges = self.ranges[param][tile_of(name)]
+            if value.row_range != ranges[self.rank]:
+                raise StateError(
+                    f"{self._names[param]}: the saved {name!r} holds rows {value.row_range}, this process works on "
+                    f"{ranges[self.rank]}; to load the states of other processes use torch.distributed.checkpoint."
+                )
+            return value.rows
+        cut = self.division.cuts[param]
+        if cut is not None and self.division.layouts[param].is_elementwise:
+            assert is_dtensor(param)
+            if is_dtensor(value) and value.placements == param.placements:
+                return value.to_local()
+            whole = value.full_tensor() if is_dtensor(value) else value
+            start, stop = cut.ranges[self.rank]
+            return whole.narrow(cut.dim, start, stop - start)
+        whole = value.full_tensor() if is_dtensor(value) else value
+        start, stop = self.ranges[param][tile_of(name)][self.rank]
+        return whole[start:stop] if whole.ndim else (whole if stop > start else whole.new_empty(0))
+
+    def whole(self, param: Tensor, state: Tensors) -> Tensors:
+        """Return a parameter's state with whole tensors; every process must ask at the same time."""
+        packed = self.packed(param, state)
+        return {name: value.full_tensor() if is_dtensor(value) else value for name, value in packed.items()}
+
+    def everyone(self, value: object) -> list[Any]:
+        """Return the values of all processes, in order."""
+        return gather_objects(value, self.group, "collecting from all processes")
+
+    def is_counted(self, param: Tensor) -> bool:
+        """Whether this process's part of an elementwise parameter's state is not also another's."""
+        cut = self.division.cuts[param]
+        return cut is None or cut.copies[self.rank] == 0
+
+    def square_norm(self, param: Tensor) -> float:
+        """Return the squares of the parameter's entries that this process counts, when all are summed."""
+        counted = self.is_counted(param) if self.division.cuts[param] is not None else self.rank == 0
+        return float(local_tensor(param).detach().double().square().sum()) if counted else 0.0
+
+    def _mesh(self, param: Tensor) -> Any:
+        if is_dtensor(param):
+            return param.device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group, param.device.type)
+
+    def describe(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> str:
+        """Say who does what, keeps what and receives what."""
+        return self.division.summary(sizes)
+
+
+class _Both:
+    """A step on replicated and sharded parameters."""
+
+    def __init__(self, sharded: ShardedExchange, replicated: ReplicatedExchange, whole: set[Tensor]) -> None:
+        self._sharded, self._replicated, self._whole = sharded, replicated, whole
+
+    def _of(self, param: Tensor) -> ShardedExchange | ReplicatedExchange:
+        return self._replicated if param in self._whole else self._sharded
+
+    def part(self, param: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._of(param).part(param)
+
+    def blocks(self, member: Member) -> Tensor:
+        return self._of(member.param).blocks(member)
+
+    def put(self, member: Member, update: Tensor) -> None:
+        self._of(member.param).put(member, update)
+
+    def finish(self) -> None:
+        self._sharded.finish()
+        self._replicated.finish()

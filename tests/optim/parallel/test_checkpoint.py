@@ -1,0 +1,237 @@
+"""A checkpoint of any number of processes, in any mode, continues on any other with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from kronscope.errors import StateError
+from tests.optim.parallel.model import MAKERS, train, values, wrapped
+from tests.optim.parallel.pool import Pool
+
+HALF, STEPS = 8, 16
+TOLERANCE = 1e-9
+
+
+def options(kind: str) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
+
+
+def save(mode: str, name: str, folder: str, kind: str = "nested") -> None:
+    model = wrapped(mode, "square" in name)
+    optimizer = MAKERS[name](model.named_parameters())
+    train(model, optimizer, range(HALF))
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options(kind)),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        dcp_save(state, checkpoint_id=folder)
+
+
+def resume(mode: str, name: str, folder: str, kind: str = "nested") -> dict[str, Tensor]:
+    model = wrapped(mode, "square" in name)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    optimizer = MAKERS[name](model.named_parameters())
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options(kind)),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        dcp_load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options(kind))
+    train(model, optimizer, range(HALF, STEPS))
+    return values(model)
+
+
+@cache
+def undisturbed(name: str) -> dict[str, Tensor]:
+    model = wrapped("single", "square" in name)
+    optimizer = MAKERS[name](model.named_parameters())
+    train(model, optimizer, range(STEPS))
+    return values(model)
+
+
+def check(found: list[dict[str, Any]], name: str) -> None:
+    for one in found:
+        for key, value in undisturbed(name).items():
+            assert float((one[key] - value).abs().max()) < TOLERANCE * float(value.abs().max()), key
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "source", "targets"),
+    [
+        ("shampoo", "nested", ("ddp", 4), [("ddp", 1), ("ddp", 2), ("fsdp2", 3), ("single", 0)]),
+        ("shampoo", "flat", ("fsdp2", 4), [("ddp", 3), ("fsdp2", 2), ("hsdp", 4), ("single", 0)]),
+        ("soap, square", "nested", ("hsdp", 4), [("fsdp2", 2), ("ddp", 3)]),
+        ("kl", "flat", ("single", 0), [("ddp", 3), ("fsdp2", 2)]),
+    ],
+)
+def test_a_checkpoint_continues_elsewhere(
+    pool: Pool, tmp_path: Path, name: str, kind: str, source: tuple[str, int], targets: list[tuple[str, int]]
+) -> None:
+    arguments = {"name": name, "folder": str(tmp_path / "checkpoint"), "kind": kind}
+    if source[1]:
+        pool.run(save, source[1], mode=source[0], **arguments)
+    else:
+        save(source[0], **arguments)
+    for mode, size in targets:
+        found = pool.run(resume, size, mode=mode, **arguments) if size else [resume(mode, **arguments)]
+        check(found, name)
+
+
+def full_state(mode: str, name: str) -> dict[str, Any]:
+    """The whole state on rank 0, as one process would have it."""
+    model = wrapped(mode, "square" in name)
+    optimizer = MAKERS[name](model.named_parameters())
+    train(model, optimizer, range(HALF))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state = get_model_state_dict(model, options=whole)
+    return {"model": model_state, "optimizer": get_optimizer_state_dict(model, optimizer, options=whole)}
+
+
+def resume_full(mode: str, name: str, folder: str, broadcast: bool) -> dict[str, Tensor]:
+    """Continue from one file that holds everything, read by all processes or by one."""
+    model = wrapped(mode, "square" in name)
+    optimizer = MAKERS[name](model.named_parameters())
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    if not broadcast or dist.get_rank() == 0:
+        state = torch.load(Path(folder) / "state.pt", weights_only=True)
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, state["model"], options=whole)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=whole)
+    train(model, optimizer, range(HALF, STEPS))
+    return values(model)
+
+
+@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("hsdp", 4, "shampoo")])
+def test_the_full_state_of_several_processes_is_that_of_one(
+    pool: Pool, tmp_path: Path, mode: str, size: int, name: str
+) -> None:
+    found = pool.run(full_state, size, mode=mode, name=name)[0]
+    expected = full_state("single", name)
+    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for key, tensors in expected["optimizer"]["state"].items():
+        assert found["optimizer"]["state"][key].keys() == tensors.keys()
+        for part, tensor in tensors.items():
+            other = found["optimizer"]["state"][key][part]
+            assert type(other) is Tensor
+            assert torch.allclose(other, tensor, rtol=1e-6, atol=1e-9), (key, part)
+    torch.save(found, tmp_path / "state.pt")
+    for other, count, broadcast in (("ddp", 2, False), ("ddp", 3, True), ("fsdp2", 2, True), ("fsdp2", 3, False)):
+        check(pool.run(resume_full, count, mode=other, name=name, folder=str(tmp_path), broadcast=broadcast), name)
+
+
+def resume_plain(mode: str, name: str, folder: str) -> dict[str, Tensor]:
+    """Continue from what ``torch.save(optimizer.state_dict())`` of one process wrote."""
+    state = torch.load(Path(folder) / "plain.pt", weights_only=True)
+    model = wrapped(mode, "square" in name)
+    set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
+    optimizer = MAKERS[name](model.named_parameters())
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, range(HALF, STEPS))
+    return values(model)
+
+
+@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("fsdp2", 3)])
+def test_a_plain_file_of_one_process_continues_on_several(pool: Pool, tmp_path: Path, mode: str, size: int) -> None:
+    name = "shampoo"
+    model = wrapped("single")
+    optimizer = MAKERS[name](model.named_parameters())
+    train(model, optimizer, range(HALF))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
+    check(pool.run(resume_plain, size, mode=mode, name=name, folder=str(tmp_path)), name)
+
+
+def own_files(mode: str, folder: str) -> list[str]:
+    """Each process writes a file of its own, reads it, and goes on; another's file is refused; copies go on too."""
+    file = Path(folder) / f"{dist.get_rank()}.pt"
+    model = wrapped(mode)
+    optimizer = MAKERS["shampoo"](model.named_parameters())
+    train(model, optimizer, range(3))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    dist.barrier()
+    twin = wrapped(mode)
+    saved = torch.load(file, weights_only=True) if mode == "ddp" else torch.load(file, weights_only=False)
+    twin.load_state_dict(saved["model"])
+    resumed = MAKERS["shampoo"](twin.named_parameters())
+    resumed.load_state_dict(saved["optimizer"])
+    train(model, optimizer, range(3, 6))
+    train(twin, resumed, range(3, 6))
+    for key, value in values(model).items():
+        assert torch.equal(values(twin)[key], value), key
+    other = torch.load(Path(folder) / f"{1 - dist.get_rank()}.pt", weights_only=mode == "ddp")
+    try:
+        resumed.load_state_dict(other["optimizer"])
+    except StateError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_files_of_each_process_are_read_by_the_same_process(pool: Pool, tmp_path: Path, mode: str) -> None:
+    for found in pool.run(own_files, 2, mode=mode, folder=str(tmp_path)):
+        assert found, "another process's state was loaded"
+        assert "torch.distributed.checkpoint" in found[0]
+
+
+def copied() -> None:
+    model = wrapped("ddp")
+    optimizer = MAKERS["shampoo"](model.named_parameters())
+    train(model, optimizer, range(3))
+    twin, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(3, 6))
+    train(twin, other, range(3, 6))
+    for key, value in values(model).items():
+        assert torch.equal(values(twin)[key], value), key
+
+
+def test_a_copied_run_goes_on_alike(pool: Pool) -> None:
+    pool.run(copied, 2)
+
+
+def save_in_the_background(mode: str, name: str, folder: str) -> None:
+    model = wrapped(mode)
+    optimizer = MAKERS[name](model.named_parameters())
+    train(model, optimizer, range(HALF))
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    # a group of its own: the writing must not get between the collectives of the training
+    group = dist.new_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        written: Any = async_save(state, checkpoint_id=folder, process_group=group)
+    # the optimizer goes on while the checkpoint is written
+    train(model, optimizer, range(HALF, STEPS))
+    written.result()
+
+
+def test_a_checkpoint_written_in_the_background_is_of_the_step_it_was_begun(pool: Pool, tmp_path: Path) -> None:
+    arguments = {"name": "shampoo", "folder": str(tmp_path / "checkpoint")}
+    pool.run(save_in_the_background, 2, mode="ddp", **arguments)
+    check(pool.run(resume, 3, mode="ddp", **arguments), "shampoo")

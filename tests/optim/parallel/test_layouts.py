@@ -1,0 +1,216 @@
+"""Parameters in every supported layout, named errors for the others, and what a run tells about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from kronscope.errors import GradientError, KronscopeError, OptionError, ParallelError
+from kronscope.optim import SOAP, KLShampoo, Shampoo, Trace
+from tests.optim.parallel.model import MAKERS, Mixed, train, values, wrapped
+from tests.optim.parallel.pool import Pool
+from tests.optim.tools import gradients, parameters
+
+SHAPES = ((9, 5), (3, 7), (2, 3), (4, 2, 3), (5,), (6, 6), (1, 1))
+LAYOUTS: list[Placement | None] = [Shard(1), Shard(0), Shard(0), Shard(1), Shard(0), Replicate(), None]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "blocks": {"block_size": 2},
+    "modes": {"view": "modes"},
+    "split": {"split": [1, 1], "scale": Trace(1.0)},
+}
+
+
+def mixed_layouts(option: str) -> list[Tensor]:
+    """Steps with the same gradients as one process has, on parameters of many layouts; the parameters afterwards."""
+    options = OPTIONS[option]
+    chosen = [2] if option == "split" else list(range(len(SHAPES)))
+    params: list[nn.Parameter] = parameters(*(SHAPES[i] for i in chosen))
+    history = [gradients(SHAPES[i], 6, seed=i) for i in chosen]
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        places = [LAYOUTS[i] for i in chosen]
+        params = [
+            nn.Parameter(p.detach() if place is None else distribute_tensor(p.detach(), mesh, [place]))
+            for p, place in zip(params, places, strict=True)
+        ]
+        history = [
+            [g if place is None else distribute_tensor(g, mesh, [place]) for g in grads]
+            for grads, place in zip(history, places, strict=True)
+        ]
+    optimizer = Shampoo(params, 0.05, momentum=0.5, weight_decay=0.1, decay="coupled", refresh=2, **options)
+    for step in zip(*history, strict=True):
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in params]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_rows_columns_uneven_and_empty_shards_and_plain_parameters_mix(pool: Pool, option: str, size: int) -> None:
+    expected = mixed_layouts(option)
+    for found in pool.run(mixed_layouts, size, option=option):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def refused(case: str) -> list[str]:
+    """What is said about a run that cannot work."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+
+    def make(shape: tuple[int, ...], places: list[Placement], on: Any = mesh) -> list[tuple[str, nn.Parameter]]:
+        return [("layer.weight", nn.Parameter(distribute_tensor(torch.ones(shape), on, places)))]
+
+    try:
+        if case == "two dimensions":
+            Shampoo(make((4, 4), [Shard(0), Shard(1)], square), 0.1)
+        elif case == "same dimension twice":
+            Shampoo(make((8, 4), [Shard(0), Shard(0)], square), 0.1)
+        elif case == "partial":
+            param = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+            Shampoo([("layer.weight", nn.Parameter(param))], 0.1)
+        elif case == "no rectangle":
+            Shampoo(make((4, 3, 2), [Shard(2)]), 0.1)
+        elif case == "two meshes":
+            pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            half = torch.distributed.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu")
+            other = [("other.weight", p) for _, p in make((4, 4), [Shard(0)], half)]
+            Shampoo(make((4, 4), [Shard(0)]) + other, 0.1)
+        elif case == "single":
+            Shampoo(make((4, 4), [Shard(0)]), 0.1, parallel="single")
+        elif case == "option":
+            Shampoo(parameters((3, 2)), 0.1 if rank != 2 else 0.2)
+        elif case == "object":
+            Shampoo(parameters((3, 2)), 0.1, refresh=3 if rank != 1 else 4)
+        elif case == "shape":
+            Shampoo([("a", parameters((3, 2))[0]), ("b", parameters((3, 2 + rank % 2))[0])], 0.1)
+        elif case == "count":
+            Shampoo(parameters(*[(3, 2)] * (1 + rank // 3)), 0.1)
+        else:
+            optimizer = Shampoo([("a", p) for p in parameters((3, 2), seed=rank if case == "values" else 0)], 0.1)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if not (case == "missing gradient" and rank == 1):
+                        param.grad = torch.ones_like(param) * (rank if case == "gradients" else 1)
+            optimizer.step()
+    except KronscopeError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("two dimensions", ParallelError, ["layer.weight", "sharded along one only"]),
+        ("same dimension twice", ParallelError, ["layer.weight", "sharded along one only"]),
+        ("partial", ParallelError, ["layer.weight", "sharded along one only"]),
+        ("no rectangle", ParallelError, ["layer.weight", "dimension 2", "view='modes'"]),
+        ("two meshes", ParallelError, ["layer.weight", "other.weight", "one optimizer for"]),
+        ("single", OptionError, ["layer.weight", "DTensor"]),
+        ("option", ParallelError, ["option lr of group 0 is 0.1 on rank 0 but 0.2 on rank 2", "parallel='single'"]),
+        ("object", ParallelError, ["option refresh of group 0", "rank 1"]),
+        ("shape", ParallelError, ["parameter 1 of group 0 is b: (3, 2)", "(3, 3)", "rank 1"]),
+        ("count", ParallelError, ["number of parameters in group 0 is 1 on rank 0 but 2 on rank 3"]),
+        ("values", ParallelError, ["a has different values", "DistributedDataParallel"]),
+        ("gradients", ParallelError, ["the gradient of a differs", "DistributedDataParallel"]),
+        ("missing gradient", GradientError, ["a has a gradient on 3 of 4 processes"]),
+    ],
+)
+def test_what_cannot_work_is_named(pool: Pool, case: str, kind: type[Exception], words: list[str]) -> None:
+    for found in pool.run(refused, 4, case=case):
+        assert found, "nothing was said"
+        assert found[0] == kind.__name__
+        for word in words:
+            assert word in found[1]
+
+
+def alone() -> bool:
+    """Processes that train models of their own say so, and are left alone."""
+    params = parameters((3, 2), seed=dist.get_rank())
+    optimizer = Shampoo(params, 0.1, parallel="single")
+    params[0].grad = torch.ones_like(params[0]) * (1 + dist.get_rank())
+    optimizer.step()
+    return optimizer.explain().parallel == ""
+
+
+def test_a_process_may_be_on_its_own(pool: Pool) -> None:
+    assert all(pool.run(alone, 2))
+    with pytest.raises(OptionError, match="init_process_group"):
+        Shampoo(parameters((3, 2)), 0.1, parallel="replicated")
+    with pytest.raises(OptionError, match="'auto', 'single' or 'replicated'"):
+        Shampoo(parameters((3, 2)), 0.1, parallel="ddp")  # type: ignore[arg-type]
+
+
+def looks(mode: str) -> dict[str, Any]:
+    """Operators and diagnostics of all three optimizers."""
+    found: dict[str, Any] = {}
+    for kind in (Shampoo, SOAP, KLShampoo):
+        model = wrapped(mode, square=True)
+        optimizer = kind(model.named_parameters(), 3e-3, block_size=4, refresh=3)
+        train(model, optimizer, range(5))
+        for name, param in model.named_parameters():
+            found[f"{kind.__name__} {name.removeprefix('module.')}"] = optimizer.operator(param).to_dense()
+        rows = optimizer.diagnostics().rows
+        found[f"{kind.__name__} rows"] = torch.tensor(
+            [[row.step, row.condition, row.effective_rank, row.staleness, row.update_ratio] for row in rows]
+        ).nan_to_num(nan=-1.0)
+    return found
+
+
+@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("hsdp", 4)])
+def test_operators_and_diagnostics_are_those_of_one_process_on_every_process(pool: Pool, mode: str, size: int) -> None:
+    expected = looks("single")
+    for found in pool.run(looks, size, mode=mode):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-8 * float(value.abs().max())), name
+
+
+def groups_added_later() -> dict[str, Tensor]:
+    model = wrapped("ddp") if dist.is_initialized() else Mixed(scalar=False)
+    named = list(model.named_parameters())
+    optimizer = MAKERS["shampoo"](named[:3])
+    train(model, optimizer, range(2))
+    optimizer.add_param_group({"params": named[3:], "lr": 1e-2})
+    train(model, optimizer, range(2, 6))
+    return values(model)
+
+
+def test_groups_can_be_added_during_a_run(pool: Pool) -> None:
+    expected = groups_added_later()
+    for found in pool.run(groups_added_later, 3):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-9), name
+
+
+def half_precision() -> list[Tensor]:
+    """bfloat16 parameters: gathered as they are, sharded ones updated in float32; in the memory format of the user."""
+    conv = nn.Conv2d(2, 4, 3, bias=False).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    linear = nn.Linear(5, 3).to(torch.bfloat16)
+    params = [conv.weight, *linear.parameters()]
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            param.copy_(gradients(param.shape, 1, seed=9 + i)[0])
+    history = [gradients(p.shape, 4, seed=i, dtype=torch.bfloat16) for i, p in enumerate(params)]
+    optimizer = Shampoo(params, 0.05, refresh=2)
+    for step in zip(*history, strict=True):
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def test_half_precision_and_memory_formats(pool: Pool) -> None:
+    torch.manual_seed(0)
+    expected = half_precision()
+    for found in pool.run(half_precision, 3):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
