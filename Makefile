@@ -60,7 +60,7 @@ lint: $(VENV)/.installed-dev  ## formatting, lint, types, import layers
 
 pytest: $(VENV)/.installed-dev  ## tests, doctests, code blocks of README and docs; ARGS="-k name" selects
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops
 	@$(PIP) --no-deps $(CROSSCHECK)

@@ -207,6 +207,17 @@ def test_the_update_ratio_is_that_of_the_last_step():
     assert optimizer.diagnostics().rows[0].update_ratio == pytest.approx(wanted.item(), rel=1e-9)
 
 
+def test_work_that_is_not_spread_is_all_done_in_the_same_steps():
+    params = parameters((4, 3), (5, 2))
+    optimizer = Shampoo(params, 0.01, refresh=Every(4, spread=False))
+    for step in range(1, 10):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        taken = {int(t) for p in params for t in optimizer.state[p]["tile0.refreshed"].flatten()}
+        assert taken == {1 + 4 * ((step - 1) // 4)}
+
+
 def test_work_is_staggered_so_that_step_time_is_flat():
     params = parameters(*[(8, 8)] * 10, dtype=torch.float32)
     optimizer = Shampoo(params, refresh=10)

@@ -28,7 +28,7 @@ from kronscope.optim.options import checked_group, hyper_of, layouts_of, structu
 from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_group
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
-from kronscope.optim.state import check_loaded, load_tensors
+from kronscope.optim.state import check_loaded, load_tensors, on_device
 from kronscope.optim.work import Work, take_roots
 
 __all__ = ["KroneckerOptimizer"]
@@ -320,7 +320,7 @@ class KroneckerOptimizer(Optimizer):
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
-            key: self._placement.packed(params[key], _on_device(tensors, params[key]))
+            key: self._placement.packed(params[key], on_device(tensors, params[key]))
             for key, tensors in packed["state"].items()
         }
         # a solver of the user's own cannot be written as plain values: whoever loads the state brings it
@@ -385,8 +385,3 @@ class KroneckerOptimizer(Optimizer):
         self._layouts = {}
         self._stacks = []
         self._stacks_for = None
-
-
-def _on_device(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """Return a state on its parameter's device: DCP wants one device for all tensors but scalars."""
-    return {name: tensor.to(param.device) if tensor.ndim else tensor for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, initial_state
 
-__all__ = ["check_loaded", "load_tensors"]
+__all__ = ["check_loaded", "load_tensors", "on_device"]
 
 
 def check_loaded(
@@ -103,3 +103,8 @@ def load_tensors(
 def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     on_host = name == "step" or not value.is_floating_point()
     return value.detach().to("cpu" if on_host else param.device, copy=True)
+
+
+def on_device(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """Return a state on its parameter's device: DCP wants one device for all tensors but scalars."""
+    return {name: tensor.to(param.device) if tensor.ndim else tensor for name, tensor in tensors.items()}

@@ -27,7 +27,7 @@ from kronscope.errors import StateError
 from tests.optim.parallel.model import MAKERS, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 
-HALF, STEPS = 8, 16
+HALF, STEPS = 5, 10
 TOLERANCE = 1e-9
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ from kronscope.optim import Shampoo
 from kronscope.optim.blocks import LayoutOptions, plan_layout
 from kronscope.optim.config import Every, Graft, Hyper
 from kronscope.optim.costs import block_work, layout_work
+from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.parallel.assign import Rows, Work, assign_blocks, assign_rows, lower_bound
 from kronscope.optim.parallel.distributed import Distributed
 from kronscope.optim.parallel.division import Division
 from kronscope.optim.parallel.placement import Planned
 from kronscope.optim.solvers import CostModel
+from kronscope.optim.stacks import initial_state
 from tests.optim.parallel.model import wrapped
 from tests.optim.parallel.pool import Pool
 
@@ -126,7 +128,14 @@ def counted(mode: str, layers: int, steps: int = 2) -> dict[str, Any]:
     placement = optimizer._placement
     assert isinstance(placement, Distributed)
     state = [(name, t) for tensors in optimizer.state.values() for name, t in tensors.items()]
+    sizes = {}
+    for param in params:
+        ghost, layout = torch.empty(param.shape, device="meta"), optimizer._layouts[param]
+        hyper = optimizer._hyper(optimizer.param_groups[0])
+        kept = elementwise_state(ghost, ghost.dtype) if layout.is_elementwise else initial_state(ghost, layout, hyper)
+        sizes[cast(Tensor, param)] = {name: t.numel() * t.element_size() for name, t in kept.items()}
     return {
+        "planned state": placement.division.state_bytes(sizes)[rank],
         "factors": sum(t.numel() * t.element_size() for n, t in state if "factor" in n or "root" in n),
         "state": sum(t.numel() * t.element_size() for _, t in state),
         "received": received,
@@ -146,6 +155,7 @@ def test_memory_falls_with_the_number_of_processes_and_traffic_is_near_the_least
         found = pool.run(counted, size, mode=mode, layers=layers)
         assert [one["factors"] for one in found] == [factors / size] * size
         for one in found:
+            assert one["state"] == one["planned state"]
             assert one["received"] == one["planned"]
             assert one["least"] <= one["received"] <= 1.125 * one["least"]
             assert f"over {size} processes" in one["words"]

@@ -102,7 +102,8 @@ def all_to_all(
         with _explained(what):
             handle = dist.all_to_all_single(incoming, outgoing, list(receive), list(send), group=group, async_op=True)
 
-    def wait() -> list[Tensor]:
+    # the result keeps the outgoing pieces alive until they have been sent
+    def wait(sent: Tensor = outgoing) -> list[Tensor]:
         if handle is not None:
             with _explained(what):
                 handle.wait()
