@@ -22,7 +22,6 @@ __all__ = [
     "NonFiniteError",
     "NotFactoredError",
     "OptionError",
-    "ParallelError",
     "ResultsError",
     "RunError",
     "ShapeError",
@@ -99,12 +98,8 @@ class StateError(KronscopeError, ValueError):
 
 
 class DistributedError(KronscopeError, RuntimeError):
-    """Processes that work together were called differently, or one of them failed or did not come."""
+    """Processes that work together differ, fail, do not answer, or hold a parameter in parts that cannot be used."""
 
 
 class ConformanceError(KronscopeError, AssertionError):
     """An operator or approximation does not keep a promise that :mod:`kronscope.testing` checks."""
-
-
-class ParallelError(KronscopeError, RuntimeError):
-    """Processes that should work together differ, do not answer, or hold a parameter in parts that cannot be used."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.errors import NonFiniteError, OptionError, ParallelError, StateError
+from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
@@ -81,7 +81,7 @@ class KroneckerOptimizer(Optimizer):
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
             if self._placed:
                 self._place([group])
-        except (OptionError, ParallelError):
+        except (OptionError, DistributedError):
             self.param_groups.pop()
             raise
         self._stacks_for = None
@@ -360,7 +360,9 @@ class KroneckerOptimizer(Optimizer):
             param: {name: tensor.clone() for name, tensor in tensors.items()} for param, tensors in self.state.items()
         }
         if self._process_group is not None:
-            raise ParallelError("an optimizer that was given a process_group cannot be copied; use its state_dict().")
+            raise DistributedError(
+                "an optimizer that was given a process_group cannot be copied; use its state_dict()."
+            )
         packed["_parallel"], packed["_process_group"] = self._parallel, None
         packed["ranges"] = self._placement.ranges
         return packed

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from kronscope.errors import ParallelError
+from kronscope.errors import DistributedError
 from kronscope.optim import Shampoo
 from tests.optim.parallel.model import MAKERS, train, values, wrapped
 from tests.optim.parallel.pool import Pool
@@ -118,7 +118,7 @@ def hangs() -> dict[str, Any]:
         before, started = [param.clone() for param in params], time.monotonic()
         try:
             optimizer.step()
-        except ParallelError as error:
+        except DistributedError as error:
             unchanged = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
             return {"error": str(error), "seconds": time.monotonic() - started, "unchanged": unchanged}
     return {}

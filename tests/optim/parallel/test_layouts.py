@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from kronscope.errors import GradientError, KronscopeError, OptionError, ParallelError
+from kronscope.errors import DistributedError, GradientError, KronscopeError, OptionError
 from kronscope.optim import SOAP, KLShampoo, Shampoo, Trace
 from tests.optim.parallel.model import MAKERS, Mixed, train, values, wrapped
 from tests.optim.parallel.pool import Pool
@@ -110,18 +110,18 @@ def refused(case: str) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
-        ("two dimensions", ParallelError, ["layer.weight", "sharded along one only"]),
-        ("same dimension twice", ParallelError, ["layer.weight", "sharded along one only"]),
-        ("partial", ParallelError, ["layer.weight", "sharded along one only"]),
-        ("no rectangle", ParallelError, ["layer.weight", "dimension 2", "view='modes'"]),
-        ("two meshes", ParallelError, ["layer.weight", "other.weight", "one optimizer for"]),
+        ("two dimensions", DistributedError, ["layer.weight", "sharded along one only"]),
+        ("same dimension twice", DistributedError, ["layer.weight", "sharded along one only"]),
+        ("partial", DistributedError, ["layer.weight", "sharded along one only"]),
+        ("no rectangle", DistributedError, ["layer.weight", "dimension 2", "view='modes'"]),
+        ("two meshes", DistributedError, ["layer.weight", "other.weight", "one optimizer for"]),
         ("single", OptionError, ["layer.weight", "DTensor"]),
-        ("option", ParallelError, ["option lr of group 0 is 0.1 on rank 0 but 0.2 on rank 2", "parallel='single'"]),
-        ("object", ParallelError, ["option refresh of group 0", "rank 1"]),
-        ("shape", ParallelError, ["parameter 1 of group 0 is b: (3, 2)", "(3, 3)", "rank 1"]),
-        ("count", ParallelError, ["number of parameters in group 0 is 1 on rank 0 but 2 on rank 3"]),
-        ("values", ParallelError, ["a has different values", "DistributedDataParallel"]),
-        ("gradients", ParallelError, ["the gradient of a differs", "DistributedDataParallel"]),
+        ("option", DistributedError, ["option lr of group 0 is 0.1 on rank 0 but 0.2 on rank 2", "parallel='single'"]),
+        ("object", DistributedError, ["option refresh of group 0", "rank 1"]),
+        ("shape", DistributedError, ["parameter 1 of group 0 is b: (3, 2)", "(3, 3)", "rank 1"]),
+        ("count", DistributedError, ["number of parameters in group 0 is 1 on rank 0 but 2 on rank 3"]),
+        ("values", DistributedError, ["a has different values", "DistributedDataParallel"]),
+        ("gradients", DistributedError, ["the gradient of a differs", "DistributedDataParallel"]),
         ("missing gradient", GradientError, ["a has a gradient on 3 of 4 processes"]),
     ],
 )

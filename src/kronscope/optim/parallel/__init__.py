@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from kronscope.errors import OptionError, ParallelError
+from kronscope.errors import DistributedError, OptionError
 from kronscope.optim.parallel.placement import Exchange, Placement, Planned, Ranges
 from kronscope.optim.parallel.shards import is_dtensor, mesh_ranks
 from kronscope.optim.parallel.single import SingleProcess
@@ -36,7 +36,7 @@ def choose_group(
 
     Raises:
         OptionError: the option does not fit the parameters or the surroundings.
-        ParallelError: parameters live on different meshes.
+        DistributedError: parameters live on different meshes.
     """
     if parallel not in ("auto", "single", "replicated"):
         raise OptionError(f"parallel must be 'auto', 'single' or 'replicated', got {parallel!r}.")
@@ -55,7 +55,7 @@ def choose_group(
         return None
     if len(meshes) > 1:
         (first, _), (second, _) = list(meshes.values())[:2]
-        raise ParallelError(
+        raise DistributedError(
             f"{first} and {second} live on different processes ({' and '.join(map(str, list(meshes)[:2]))}); make one "
             f"optimizer for the parameters of each mesh."
         )

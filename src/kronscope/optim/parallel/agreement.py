@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronscope.errors import GradientError, ParallelError
+from kronscope.errors import DistributedError, GradientError
 from kronscope.optim.config import encode
 from kronscope.optim.parallel.collectives import gather_flat, gather_objects, sum_over
 from kronscope.optim.parallel.shards import is_dtensor
@@ -40,7 +40,7 @@ def check_same_plan(words: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Compare descriptions.
 
     Raises:
-        ParallelError: they differ; the text names the first difference and the processes.
+        DistributedError: they differ; the text names the first difference and the processes.
     """
     digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
     what = "comparing options and parameters between processes"
@@ -51,11 +51,11 @@ def check_same_plan(words: Mapping[str, str], group: dist.ProcessGroup) -> None:
         values = [one.get(label, "not there") for one in everyone]
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise ParallelError(
+            raise DistributedError(
                 f"the processes differ: {label} is {values[0]} on rank 0 but {values[other]} on rank {other}. All must "
                 f"make the optimizer with the same parameters, in the same order, and the same options. {_ALONE}"
             )
-    raise ParallelError(f"the processes differ in the order of their options. {_ALONE}")
+    raise DistributedError(f"the processes differ in the order of their options. {_ALONE}")
 
 
 def agreed_gradients(
@@ -84,7 +84,7 @@ def check_same_values(params: Sequence[Tensor], names: Mapping[Tensor, str], gro
     """Compare sums over replicated parameters and their gradients.
 
     Raises:
-        ParallelError: they differ.
+        DistributedError: they differ.
     """
     if not params:
         return
@@ -103,12 +103,12 @@ def check_same_values(params: Sequence[Tensor], names: Mapping[Tensor, str], gro
     relative = (spread / size).tolist()
     for index, param in enumerate(params):
         if relative[index] > 1e-6:
-            raise ParallelError(
+            raise DistributedError(
                 f"{names[param]} has different values on different processes. Wrap the model in "
                 f"DistributedDataParallel, or broadcast its parameters, before the first step. {_ALONE}"
             )
         if relative[len(params) + index] > 1e-3:
-            raise ParallelError(
+            raise DistributedError(
                 f"the gradient of {names[param]} differs between processes. Average gradients before the step, "
                 f"as DistributedDataParallel does. {_ALONE}"
             )

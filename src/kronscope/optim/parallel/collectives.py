@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronscope.errors import ParallelError
+from kronscope.errors import DistributedError
 
 __all__ = ["all_to_all", "gather_flat", "gather_objects", "group_ranks", "sum_over"]
 
@@ -21,7 +21,7 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise ParallelError(
+        raise DistributedError(
             f"{what} failed: {error}. Another process has probably died, hangs, or does something else; look at its "
             f"log. This optimizer cannot go on: start all processes again from the last checkpoint."
         ) from error

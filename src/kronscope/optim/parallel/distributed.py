@@ -55,7 +55,7 @@ class Distributed:
             ranges: How the work was divided in the run that is being restored; None to decide now.
 
         Raises:
-            ParallelError: the processes differ, or a parameter is cut in a way that is not supported.
+            DistributedError: the processes differ, or a parameter is cut in a way that is not supported.
             StateError: the run that is being restored had another number of processes.
         """
         if any(len(by_process) != self.size for tiles in (ranges or {}).values() for by_process in tiles):
@@ -95,7 +95,7 @@ class Distributed:
 
         Raises:
             GradientError: a parameter has a gradient on some processes only.
-            ParallelError: parameters or gradients that should be the same are not, or a process does not answer.
+            DistributedError: parameters or gradients that should be the same are not, or a process does not answer.
         """
         found = agreed_gradients(params, finite, self._names, self.group)
         if not self._compared and found and all(found.values()):

@@ -67,7 +67,7 @@ class Division:
             ranges: How they were divided before; None to decide now.
 
         Raises:
-            ParallelError: a parameter is cut in a way that is not supported.
+            DistributedError: a parameter is cut in a way that is not supported.
         """
         views = {
             entry.param: cut.in_view(entry.name, entry.layout)

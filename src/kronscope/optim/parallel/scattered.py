@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from kronscope.errors import ParallelError, StateError
+from kronscope.errors import DistributedError, StateError
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import gather_flat
 
@@ -96,7 +96,7 @@ class Scattered(DTensor):
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the whole; every process must ask at the same time."""
         if self._processes is None:
-            raise ParallelError(
+            raise DistributedError(
                 f"this state tensor was read from a file and holds rows {self.row_range} of {len(self)} only; use "
                 f"torch.distributed.checkpoint to save states that other processes can load."
             )
@@ -204,7 +204,7 @@ class Scattered(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise ParallelError(
+        raise DistributedError(
             f"{func} was called on a piece of a distributed optimizer's state; take .rows for this process's part or "
             f".full_tensor() (on every process) for the whole."
         )

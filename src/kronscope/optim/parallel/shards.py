@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kronscope.errors import ParallelError
+from kronscope.errors import DistributedError
 from kronscope.optim.blocks import Layout
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Shards:
         """Return the same cut of the shape that a parameter is preconditioned in.
 
         Raises:
-            ParallelError: the parts are no rectangles there.
+            DistributedError: the parts are no rectangles there.
 
         >>> from kronscope.optim.blocks import LayoutOptions, plan_layout
         >>> conv = plan_layout((8, 4, 3, 3), LayoutOptions())
@@ -53,7 +53,7 @@ class Shards:
             if below * size == step * layout.shape[self.dim] and step % below == 0:
                 scale = step // below
                 return Shards(dim, tuple((a * scale, b * scale) for a, b in self.ranges), self.copies)
-        raise ParallelError(
+        raise DistributedError(
             f"{name} {layout.shape} is sharded along dimension {self.dim}, which is not the first of the dimensions "
             f"merged into {layout.view}; shard dimension 0 or 1, or use view='modes' or method='adam' for it."
         )
@@ -95,7 +95,7 @@ def shards_of(name: str, param: Tensor, ranks: Sequence[int]) -> Shards | None:
         ranks: The global ranks of the processes, in order.
 
     Raises:
-        ParallelError: it is cut in a way that is not supported.
+        DistributedError: it is cut in a way that is not supported.
     """
     if not is_dtensor(param):
         return None
@@ -104,7 +104,7 @@ def shards_of(name: str, param: Tensor, ranks: Sequence[int]) -> Shards | None:
     if not cuts:
         return None
     if len(cuts) > 1 or type(cuts[0][1]).__name__ != "Shard":
-        raise ParallelError(
+        raise DistributedError(
             f"{name} has the placements {tuple(param.placements)}; a parameter may be replicated along any number of "
             f"mesh dimensions but sharded along one only. Use fully_shard on a one-dimensional mesh, or on (replicate, "
             f"shard), or tensor parallelism without fully_shard; or give this parameter to another optimizer."
