@@ -10,14 +10,17 @@ every one of them is what the records give.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kronscope import Results
+from kronscope import Results, figures
 from kronscope.measures.rows import Detail, Row
+from kronscope.paper import plans, results_so_far
+from kronscope.paper.outputs import columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records" / "reproduction"
@@ -32,11 +35,15 @@ def collect(folders: Iterable[Path]) -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for folder in folders:
-        results = Results.load(folder / "results.json")
+        results = results_so_far(folder)
         name = folder.resolve().name
         results.save(RECORDS / f"{name}.json")
         if (folder / "probes.json").exists():
             Results.load(folder / "probes.json").save(RECORDS / f"{name}-probes.json")
+        if results.partial:  # a run that was stopped has not drawn anything
+            plan = plans.get(json.loads((folder / "config.json").read_text(encoding="utf-8"))["figure"])
+            for picture, figure in plan.draw(columns_of({results.settings["title"]: results})).items():
+                figures.save(figure, PICTURES / f"{name}-{picture}.png")
         for picture in sorted(folder.glob("*.png")):
             shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")
 

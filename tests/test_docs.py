@@ -8,6 +8,7 @@ block prints: the same words, and numbers that differ by no more than 0.002.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -254,3 +255,15 @@ def test_documents_show_only_commands_and_options_that_exist() -> None:
             assert found is not None, f"{named(path)} shows {line!r}, but there is no such command"
             options = {word for word in words if word.startswith("--")}
             assert options <= known[found] | {"--help"}, f"{named(path)}: {line!r} has options that do not exist"
+
+
+def test_the_tables_of_the_reproduction_are_its_records() -> None:
+    spec = importlib.util.spec_from_file_location("reproduction", ROOT / "benchmarks" / "reproduction.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    assert script.filled(text) == text, "run python benchmarks/reproduction.py tables"
+    # a marker that names no run or no kind of table would raise; one that is misspelt would not be filled
+    assert len(re.findall("<!-- table", text)) == len(script.MARK.findall(text)) > 10

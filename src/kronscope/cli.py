@@ -414,14 +414,18 @@ def report(
     ] = None,
     title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
 ) -> None:
-    """Write the interactive report of finished runs: one HTML file that needs no network."""
+    """Write the interactive report of runs: one HTML file that needs no network.
+
+    A run that has not ended is shown as far as it has come.
+    """
     if not is_first():
         return
     from kronscope.measures import Results
+    from kronscope.paper.partial import results_so_far
     from kronscope.report import write_report
 
     files = [path / "results.json" if path.is_dir() else path for path in run]
-    loaded = [Results.load(path) for path in files]
+    loaded = [results_so_far(path) if path.is_dir() else Results.load(path) for path in run]
     short = [path.parent.name or str(path) for path in files]
     names = short if len(set(short)) == len(short) else [str(path) for path in files]
     several = dict(zip(names, loaded, strict=True))

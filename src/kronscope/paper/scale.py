@@ -90,7 +90,9 @@ class Settings:
         Raises:
             OptionError: The batch is larger than the data set.
         """
-        workload, cuts = self.definition, list(self.cuts)
+        # asked twice, the answer is the same
+        cuts = [cut for cut in self.cuts if not cut.startswith(("data ", "classes "))]
+        workload = self.definition
         if dataset.name != workload.datasets[0]:
             cuts.insert(0, f"data {workload.data_title} -> {dataset.title}")
         if dataset.classes != workload.classes:

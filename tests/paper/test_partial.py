@@ -1,0 +1,42 @@
+"""A run that has not ended: what it had measured can be looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kronscope.errors import RunError
+from kronscope.paper import plans, results_so_far, run_experiment, scaled
+
+
+def test_a_run_stopped_before_its_end_shows_what_it_had_measured(tmp_path: Path) -> None:
+    settings = scaled("digits-linear", steps=3, samples=20, measure_at=[0, 2, 3])
+    dataset = settings.load_data()
+
+    def stop(step: int | None) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    plan = plans.get("figure1")
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(plan, settings, dataset, tmp_path / "run", measuring=stop, show_bars=False)
+    early = results_so_far(tmp_path / "run")
+    assert early.partial
+    assert [*early.steps] == [0, 2]
+    assert early.settings["workload"] == "digits-linear"
+    whole = run_experiment(plan, settings, dataset, tmp_path / "run", resume=True, show_bars=False)
+    assert results_so_far(tmp_path / "run") == whole
+    assert [row.cosine for row in early] == [row.cosine for row in whole if row.truth != "adagrad" and row.step < 3]
+
+
+def test_a_folder_with_nothing_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no results yet"):
+        results_so_far(tmp_path)
+
+
+def test_what_the_data_cuts_is_said_once() -> None:
+    digits = scaled("digits-linear").load_data()
+    once = scaled("cifar-resnet18").on(digits)
+    assert any(cut.startswith("data ") for cut in once.cuts)
+    assert once.on(digits).cuts == once.cuts
