@@ -93,10 +93,10 @@ class Settings:
         # asked twice, the answer is the same
         cuts = [cut for cut in self.cuts if not cut.startswith(("data ", "classes "))]
         workload = self.definition
+        if dataset.classes != workload.classes:
+            cuts.insert(0, f"classes {workload.classes} -> {dataset.classes}")
         if dataset.name != workload.datasets[0]:
             cuts.insert(0, f"data {workload.data_title} -> {dataset.title}")
-        if dataset.classes != workload.classes:
-            cuts.append(f"classes {workload.classes} -> {dataset.classes}")
         if dataset.image_size != self.image_size:
             cuts = [cut for cut in cuts if not cut.startswith("image size ")]
             cuts += _changed("image size", workload.paper.image_size, dataset.image_size)
