@@ -90,13 +90,16 @@ class Settings:
         Raises:
             OptionError: The batch is larger than the data set.
         """
+        workload, cuts = self.definition, list(self.cuts)
+        other, classes = (
+            f"data {workload.data_title} -> {dataset.title}",
+            f"classes {workload.classes} -> {dataset.classes}",
+        )
         # asked twice, the answer is the same
-        cuts = [cut for cut in self.cuts if not cut.startswith(("data ", "classes "))]
-        workload = self.definition
-        if dataset.classes != workload.classes:
-            cuts.insert(0, f"classes {workload.classes} -> {dataset.classes}")
-        if dataset.name != workload.datasets[0]:
-            cuts.insert(0, f"data {workload.data_title} -> {dataset.title}")
+        if dataset.name != workload.datasets[0] and other not in cuts:
+            cuts.insert(0, other)
+        if dataset.classes != workload.classes and classes not in cuts:
+            cuts.append(classes)
         if dataset.image_size != self.image_size:
             cuts = [cut for cut in cuts if not cut.startswith("image size ")]
             cuts += _changed("image size", workload.paper.image_size, dataset.image_size)
