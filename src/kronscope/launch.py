@@ -39,6 +39,16 @@ def process_group() -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     try:
-        yield
+        ended: SystemExit | None = None
+        try:
+            yield
+        except SystemExit as end:  # how a command ends, also one that went well
+            if end.code:
+                raise
+            ended = end
+        # whoever leaves while another still works takes connections away from it
+        dist.barrier()
+        if ended is not None:
+            raise ended
     finally:
         dist.destroy_process_group()

@@ -102,3 +102,19 @@ def test_parts_of_data_are_all_of_it() -> None:
     pairs = [pair for part in parts for pair in part]
     assert torch.cat([inputs["x"] for inputs, _ in pairs]).tolist() == list(range(8))
     assert torch.cat([targets for _, targets in pairs]).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_processes_leave_together_when_all_went_well(monkeypatch: pytest.MonkeyPatch, code: int | None) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("kronscope.launch._launched", lambda: True)
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name: done.append(name))
+    with pytest.raises(SystemExit), process_group():
+        raise SystemExit(code)
+    assert done == ["init_process_group", "barrier", "destroy_process_group"]
+    done.clear()
+    # the others may be anywhere after a failure: nobody waits for them
+    with pytest.raises(SystemExit), process_group():
+        raise SystemExit(2)
+    assert done == ["init_process_group", "destroy_process_group"]
