@@ -24,7 +24,8 @@ from tests.distributed.compare import assert_same_numbers
 # Parameters are float32, and per-sample gradients depend in the last digits on which samples share a batch; what is
 # made of them is float64.
 TOLERANCE = 1e-6
-_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
+# standalone: a meeting place of its own, also beside other tests that launch processes
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "41", "--measure-at", "0,2,4")
 
 
