@@ -71,6 +71,8 @@ def main() -> None:
                 print(f"step {step + 1}: loss {float(whole) / size:.5f}")
             model_state, optimizer_state = get_state_dict(model, optimizer)
             dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=FOLDER / f"step{step + 1:06d}")
+    # gloo may still be letting go of the last exchange: a process that ends meanwhile can be aborted
+    dist.barrier()
     dist.destroy_process_group()
 
 

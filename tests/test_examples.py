@@ -26,18 +26,13 @@ PRINTS = {
 TOGETHER = {"ddp": "replicated over 2 processes", "fsdp2": "sharded over 2 processes"}
 
 
-def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER)
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def _python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # One thread, so that the examples do not fight the rest of a parallel run; no network, no GPU to share.
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "examples" / f"{name}.py")],
-        cwd=tmp_path,
-        env=environment,
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **quiet},
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -45,6 +40,17 @@ def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = _python(*launch, str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
     assert TOGETHER[name] in done.stdout
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) >= 2
@@ -56,19 +62,7 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     for package in ("sklearn", "transformers"):
         if package in path.read_text(encoding="utf-8") and importlib.util.find_spec(package) is None:
             pytest.skip(f"{path.name} needs {package}: pip install '.[all]'")
-    # One thread, so that the examples do not fight the rest of a parallel run; no network.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = _python(str(path), cwd=tmp_path)
     assert "Warning" not in done.stderr
     assert PRINTS[path.stem] in done.stdout
     cosines = [float(text) for text in re.findall(r"(?<![±\d.])[01]\.\d{4}(?!\d)", done.stdout)]

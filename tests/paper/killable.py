@@ -1,13 +1,7 @@
-"""Trains in forked children that the test kills: importing torch once instead of before every kill.
-
-Reads lines ``folder`` from standard input, forks a child that trains in that folder (resuming what is there), prints
-the child's process number, and when it has ended its exit code.
-"""
+"""Trains in folders that the test names, in children that it kills."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronscope.paper import Run, scaled, train
+from tests.paper.killing import serve
 
 SETTINGS = scaled("digits-resnet", steps=30, batch=32, measure_at=[0, 7, 20, 30], seed=3)
 LAYER = "resnet.encoder.stages.0.layers.1.layer.0.convolution.weight"
@@ -60,23 +55,5 @@ def work(folder: Path) -> None:
         run.finish()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    # Loads what the children will need, before the first of them is forked.
-    SETTINGS.build_model(SETTINGS.load_data())
-    print("ready", flush=True)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                work(Path(line.strip()))
-                code = 0
-            finally:
-                os._exit(code)
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(work, SETTINGS)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +18,7 @@ from kronscope.paper.data import Dataset
 from kronscope.paper.experiment import Options, run_experiment
 from kronscope.paper.models import logits
 from kronscope.paper.scale import Settings
+from tests.paper.killing import Killer
 
 
 def _prepared(**options: Any) -> tuple[Settings, Dataset]:
@@ -122,43 +117,9 @@ def test_a_measurement_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest
 # ---------------------------------------------------------------------- kills
 
 
-class _Killer:
-    """Starts experiments in children of ``killable_experiment.py`` and kills them."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("killable_experiment.py")
-        # One thread: forking is safe only in a process that has no others.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._line() == "ready"
-
-    def run(self, folder: Path, *, kill_after: float | None = None) -> int:
-        assert self.process.stdin is not None
-        print(folder, file=self.process.stdin, flush=True)
-        child = int(self._line())
-        if kill_after is not None:
-            time.sleep(kill_after)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        return int(self._line())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
 @pytest.fixture
-def killer() -> Iterator[_Killer]:
-    process = _Killer()
+def killer() -> Iterator[Killer]:
+    process = Killer("tests.paper.killable_experiment")
     try:
         yield process
     finally:
@@ -167,19 +128,8 @@ def killer() -> Iterator[_Killer]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills processes")
 @pytest.mark.parametrize("wanted", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_with_the_same_results(
-    tmp_path: Path, killer: _Killer, wanted: int
-) -> None:
-    began = time.monotonic()
-    assert killer.run(tmp_path / "undisturbed") == 0
-    duration = time.monotonic() - began
-    moments, kills = random.Random(wanted), 0
-    while kills < wanted and not (tmp_path / "killed" / "done.json").exists():
-        # some early enough to hit the making of the folder; each kill costs little of what was done
-        kills += killer.run(tmp_path / "killed", kill_after=moments.uniform(0, duration / 6)) == -signal.SIGKILL
-    # on a machine that was busy only at first the run may end before the last kills
-    assert kills > wanted / 2
-    assert killer.run(tmp_path / "killed") == 0
+def test_a_run_killed_at_random_moments_ends_with_the_same_results(tmp_path: Path, killer: Killer, wanted: int) -> None:
+    killer.run_both(tmp_path / "undisturbed", tmp_path / "killed", wanted)
     for name in ("results.json", "probes.json", "metrics.jsonl", "config.json"):
         ours, theirs = ((tmp_path / folder / name).read_bytes() for folder in ("killed", "undisturbed"))
         assert ours == theirs, name

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +14,7 @@ from torch.optim import Optimizer
 from kronscope.errors import NonFiniteError
 from kronscope.paper import Run, Settings, scaled, train
 from kronscope.paper.data import Dataset
+from tests.paper.killing import Killer
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -185,48 +179,9 @@ def test_hooks_attached_at_the_start_see_every_step_once_over_a_resume(tmp_path)
     assert counters[2].norms == counters[0].norms
 
 
-class _Killer:
-    """Starts training in a child of ``killable.py`` and kills it."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("killable.py")
-        # One thread: forking is safe only in a process that has no others.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self._line() == "ready"
-
-    def run(self, folder: Path, *, kill_after: float | None = None) -> int:
-        assert self.process.stdin is not None
-        print(folder, file=self.process.stdin, flush=True)
-        child = int(self._line())
-        if kill_after is not None:
-            time.sleep(kill_after)
-            # Its parent has not waited for it yet or has just done so; either way the number is not in use again.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        return int(self._line())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
 @pytest.fixture
-def killer() -> Iterator[_Killer]:
-    process = _Killer()
+def killer() -> Iterator[Killer]:
+    process = Killer("tests.paper.killable")
     try:
         yield process
     finally:
@@ -235,21 +190,7 @@ def killer() -> Iterator[_Killer]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills processes")
 def test_a_run_killed_at_ten_random_moments_ends_with_the_same_files(tmp_path, killer):
-    began = time.monotonic()
-    assert killer.run(tmp_path / "undisturbed") == 0
-    duration = time.monotonic() - began
-    moments = random.Random(0)
-    kills = 0
-    for _ in range(100):
-        if kills == 10:
-            break
-        # Some early enough to hit the making of the folder, most in the middle of training.
-        kills += killer.run(tmp_path / "killed", kill_after=moments.uniform(0, duration / 6)) == -signal.SIGKILL
-        if (tmp_path / "killed" / "done.json").exists():
-            break
-    assert kills >= 5
-    assert killer.run(tmp_path / "killed") == 0
-
+    killer.run_both(tmp_path / "undisturbed", tmp_path / "killed", 10)
     undisturbed, killed = Run.open(tmp_path / "undisturbed"), Run.open(tmp_path / "killed")
     assert killed.done
     names = ("config.json", "environment.json", "metrics.jsonl", "done.json")

@@ -203,10 +203,6 @@ class SecondMoment:
 
         return self._once(("table", id(left), id(right)), compute)[0].clone()
 
-    def has_table(self, left: Tensor | None, right: Tensor | None) -> bool:
-        """Whether :meth:`table` is known already for these bases."""
-        return ("table", id(left), id(right)) in self.stream.memo
-
     def inner(self, op: Operator) -> float:
         r"""Frobenius inner product :math:`\langle H, K\rangle = \sum w \langle G, K(G)\rangle` with an operator."""
         if op.shape != self.shape:

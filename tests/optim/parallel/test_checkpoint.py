@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
 
 from kronscope.errors import StateError
 from tests.optim.parallel.model import MAKERS, train, values, wrapped
@@ -35,14 +36,18 @@ def options(kind: str) -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
 
 
+def state_of(model: nn.Module, optimizer: Optimizer, kind: str) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options(kind)),
+    }
+
+
 def save(mode: str, name: str, folder: str, kind: str = "nested") -> None:
     model = wrapped(mode, "square" in name)
     optimizer = MAKERS[name](model.named_parameters())
     train(model, optimizer, range(HALF))
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options(kind)),
-    }
+    state = state_of(model, optimizer, kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         dcp_save(state, checkpoint_id=folder)
@@ -54,10 +59,7 @@ def resume(mode: str, name: str, folder: str, kind: str = "nested") -> dict[str,
         for param in model.parameters():
             param.fill_(0.5)
     optimizer = MAKERS[name](model.named_parameters())
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options(kind)),
-    }
+    state = state_of(model, optimizer, kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         dcp_load(state, checkpoint_id=folder)
