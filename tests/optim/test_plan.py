@@ -228,6 +228,29 @@ def test_work_is_staggered_so_that_step_time_is_flat():
     assert counts.tolist() == [2] * 10
 
 
+def test_roots_that_are_taken_side_by_side_are_equally_large():
+    """Eight equal roots in ten steps: four steps take two each, of different matrices; a single matrix's stay apart."""
+    params = parameters(*[(8, 8)] * 4, dtype=torch.float32)
+    optimizer = SOAP(params, refresh=10)
+    train(optimizer, params, [gradients((8, 8), 1, dtype=torch.float32)] * 4)
+    phases = torch.stack([optimizer.state[param]["tile0.phase"][0] for param in params])
+    assert sorted(torch.bincount(phases.flatten(), minlength=10).tolist()) == [0] * 6 + [2] * 4
+    assert (phases[:, 0] != phases[:, 1]).all()
+    alone = Shampoo(params[:1], refresh=10)
+    train(alone, params[:1], [gradients((8, 8), 1, dtype=torch.float32)])
+    assert len(set(alone.state[params[0]]["tile0.phase"].flatten().tolist())) == 2
+
+
+@pytest.mark.parametrize("period", [2, 5, 20])
+def test_a_period_changed_in_the_middle_of_a_run_still_refreshes_every_root(period):
+    params = parameters(*[(5, 4)] * 6)
+    optimizer = Shampoo(params, refresh=10)
+    train(optimizer, params, [gradients((5, 4), 3)] * 6)
+    optimizer.param_groups[0]["refresh"] = Every(period)
+    train(optimizer, params, [gradients((5, 4), period)] * 6)
+    assert all((optimizer.state[param]["tile0.refreshed"] > 3).all() for param in params)
+
+
 def test_an_adaptive_schedule_refreshes_what_is_stale_and_nothing_else():
     """One parameter sees the same gradient for ever, the other a new direction at step 6."""
     steady, moving = parameters((4, 4), (4, 4))

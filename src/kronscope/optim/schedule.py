@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,39 +20,67 @@ __all__ = ["assign_phases", "due_blocks", "stale_blocks"]
 _GREEDY = 256
 
 
+class _Loads:
+    """The work of each step of a refresh period, on two lanes: roots of one step can be taken side by side.
+
+    Lanes do not follow the number of threads, since phases decide numbers. Where the largest roots are so few that
+    two in one step would stand out, there is one lane.
+    """
+
+    def __init__(self, period: int, costs: Sequence[float]) -> None:
+        self._lanes = 2 if 2 * sum(costs) >= period * max(costs) else 1
+        self._loads = [[0.0] * self._lanes for _ in range(period)]
+
+    def add(self, phase: int, cost: float) -> None:
+        """Put a root on the emptier lane of a step."""
+        lanes = self._loads[phase]
+        lanes[lanes.index(min(lanes))] += cost
+
+    def best(self, cost: float) -> int:
+        """Return the step with the tightest gap beside its longer lane that holds a root, else the shortest step."""
+
+        def rank(lanes: list[float]) -> tuple[bool, float]:
+            after = min(lanes) + cost
+            return after > max(lanes), after if after > max(lanes) else max(lanes) - after
+
+        return min(range(len(self._loads)), key=lambda phase: rank(self._loads[phase]))
+
+
 def assign_phases(
     everyone: Iterable[tuple[Tensors, Layout, Hyper]], newcomers: Sequence[tuple[Tensors, Layout, Hyper]]
 ) -> None:
-    """Give each new factor the step of the refresh period that has the least work so far, most costly ones first.
+    """Give each new factor a step of the refresh period, most costly ones first, so that steps take equally long.
 
     Args:
         everyone: State, layout and options of all parameters that had a gradient before.
         newcomers: The same of those whose state was just made; their phases are written.
     """
-    loads: dict[int, list[float]] = {}
-    for state, layout, hyper in everyone:
-        load = loads.setdefault(hyper.refresh.period, [0.0] * hyper.refresh.period)
-        for index, tile in enumerate(layout.tiles):
-            for mode in tile.modes:
-                counts = torch.bincount(state[block_key(index, "phase")][:, mode], minlength=len(load))
-                for phase, count in enumerate(counts.tolist()[: len(load)]):
-                    load[phase] += count * float(tile.block[mode]) ** 3
-    sides = [
-        (float(tile.block[mode]) ** 3, hyper.refresh.period, state[block_key(index, "phase")], mode)
-        for state, layout, hyper in newcomers
-        for index, tile in enumerate(layout.tiles)
-        for mode in tile.modes
-        if hyper.refresh.spread
-    ]
-    for cost, period, phases, mode in sorted(sides, key=lambda side: -side[0]):
-        load = loads.setdefault(period, [0.0] * period)
+    earlier, sides = list(_sides(everyone)), list(_sides(newcomers))
+    costs: dict[int, list[float]] = {}
+    for cost, period, phases, _ in earlier + sides:
+        costs.setdefault(period, []).extend([cost] * phases.shape[0])
+    loads = {period: _Loads(period, found) for period, found in costs.items() if found}
+    for cost, period, phases, mode in earlier:
+        for phase in phases[:, mode].tolist():
+            loads[period].add(phase % period, cost)
+    # by mode, so that neighbours, which share a step, are of different blocks: the sides of one may share its moments
+    for cost, period, phases, mode in sorted(sides, key=lambda side: (-side[0], side[3])):
         if phases.shape[0] > _GREEDY:
             phases[:, mode] = torch.arange(phases.shape[0]) % period
             continue
         for block in range(phases.shape[0]):
-            phase = min(range(period), key=load.__getitem__)
+            phase = loads[period].best(cost)
             phases[block, mode] = phase
-            load[phase] += cost
+            loads[period].add(phase, cost)
+
+
+def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[float, int, Tensor, int]]:
+    """Yield the cost of a root, the refresh period, the phases (B, modes) and the mode of each staggered factor."""
+    for state, layout, hyper in entries:
+        for index, tile in enumerate(layout.tiles):
+            for mode in tile.modes:
+                if hyper.refresh.spread:
+                    yield float(tile.block[mode]) ** 3, hyper.refresh.period, state[block_key(index, "phase")], mode
 
 
 def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> list[Tensor | None]:
@@ -64,7 +92,7 @@ def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> li
         hyper: Options.
         step: The step these blocks are at.
     """
-    at = hyper.schedule_step(step)
+    at, period = hyper.schedule_step(step), hyper.refresh.period
     count = stack.count if rows is None else rows.numel()
     due: list[Tensor | None] = []
     for mode, has_factor in enumerate(stack.factored):
@@ -73,9 +101,9 @@ def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> li
         elif hyper.refresh.takes_all(at):
             due.append(torch.arange(count))
         elif rows is None:
-            due.append(stack.due(mode, (at - 1) % hyper.refresh.period))
+            due.append(stack.due(mode, (at - 1) % period, period))
         else:
-            index = (stack.phase[rows, mode] == (at - 1) % hyper.refresh.period).nonzero().flatten()
+            index = (stack.phase[rows, mode] % period == (at - 1) % period).nonzero().flatten()
             due.append(index if index.numel() else None)
     return due
 

@@ -76,7 +76,7 @@ class Stack:
     tensors: Tensors = field(default_factory=dict)
     phase: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     refreshed: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
-    _due: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    _due: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -90,11 +90,14 @@ class Stack:
             return pieces[0].to(dtype).contiguous()
         return torch.cat([piece.to(dtype) for piece in pieces])
 
-    def due(self, mode: int, residue: int) -> Tensor | None:
-        """Return the blocks whose phase in one mode is ``residue``; None for no block."""
-        key = (mode, residue)
+    def due(self, mode: int, residue: int, period: int) -> Tensor | None:
+        """Return the blocks whose phase in one mode is ``residue``; None for no block.
+
+        Phases may be those of a longer period that was in force before.
+        """
+        key = (mode, residue, period)
         if key not in self._due:
-            index = (self.phase[:, mode] == residue).nonzero().flatten()
+            index = (self.phase[:, mode] % period == residue).nonzero().flatten()
             self._due[key] = index if index.numel() else None
         return self._due[key]
 

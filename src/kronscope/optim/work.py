@@ -63,14 +63,15 @@ class Work:
 
 def take_roots(works: Sequence[Work]) -> None:
     """Take the roots that are due; on a CPU one block per thread, whichever stack it belongs to."""
-    jobs: dict[tuple[int, int], list[partial[None]]] = {}
+    jobs: dict[tuple[int, ...], list[partial[None]]] = {}
     for number, work in enumerate(works):
         for mode, index in work.due:
             take = partial(refresh_roots, work.state, mode, hyper=work.hyper, step=work.step)
             if _in_threads(work, mode):
                 for block in index.tolist():
-                    # the sides of a block share its moments, so they stay with one thread
-                    jobs.setdefault((number, block), []).append(partial(take, torch.tensor([block])))
+                    # where the sides of a block share its moments, they stay with one thread
+                    key = (number, block) if work.hyper.family == "soap" else (number, block, mode)
+                    jobs.setdefault(key, []).append(partial(take, torch.tensor([block])))
             else:
                 take(index)
     in_threads([partial(_run, job) for job in jobs.values()])
