@@ -161,7 +161,7 @@ def load_cifar(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], B
     parts = [read(f"data_batch_{i}") for i in range(1, 6)]
     x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     test = read("test_batch")
-    held = list(zip(test[0][:4000].split(1000), test[1][:4000].split(1000), strict=True))
+    held = list(zip(test[0][:2000].split(1000), test[1][:2000].split(1000), strict=True))
     return small_resnet, lambda seed: shuffled(x, y, 128, seed), held
 
 

@@ -20,6 +20,7 @@ from kronscope.optim.pieces import (
     isotropic_root,
     positive_power,
     ridge_of,
+    short_first,
     unit_factor,
 )
 from kronscope.optim.soap_batched import change_basis, soap_accumulate
@@ -75,8 +76,9 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
     elif hyper.power_rounds > 1 and len(modes) == 2 and grads.ndim == 3:
         _accumulate_rounds(state, grads, hyper, step)
     else:
+        moved = short_first(grads)
         for mode in modes:
-            add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
     graft = adam_graft(state, grads, hyper, step)
     if graft is not None:
         return Moments(state["exp_avg"], graft)
@@ -151,11 +153,9 @@ def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hype
     if mean.ndim == 3:
         update = torch.bmm(unpack(state["root0"]), mean) if factored[0] else mean
         return torch.bmm(update, unpack(state["root1"])) if factored[1] else update
-    update = mean
-    # the middle modes come last: only they leave data in another order
-    last = len(factored) - 1
-    for mode in (last, *range(last)):
-        if factored[mode]:
+    update = short_first(mean)
+    for mode, has_factor in enumerate(factored):
+        if has_factor:
             update = batched_times(state[f"root{mode}"], update, mode)
     return update
 

@@ -84,7 +84,7 @@ class Warmup:
     [1, 2, 3, 7, 11]
     """
 
-    first: int = 30
+    first: int = 10
     every: int = 10
     spread: bool = True
 
@@ -208,7 +208,7 @@ Scale = Trace | Graft | Norm | None
 # Provisional, from a one-seed trial (benchmarks/records/optim_training_trial): Adam's length changed least with the
 # learning rate and was best on MNIST, Trace(bound=1.0) was better on characters at lr 0.003 but much worse at 0.01.
 DEFAULT_SCALE = Graft("adam")
-DEFAULT_REFRESH = Warmup(first=30, every=10)
+DEFAULT_REFRESH = Warmup()
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Every, Warmup, Adaptive, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)

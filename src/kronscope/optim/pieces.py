@@ -20,6 +20,7 @@ __all__ = [
     "new_state",
     "positive_power",
     "ridge_of",
+    "short_first",
     "unit_factor",
 ]
 
@@ -110,28 +111,69 @@ def positive_power(values: Tensor, exponent: float) -> Tensor:
     )
 
 
+def short_first(tensors: Tensor) -> Tensor:
+    """Return tensors (B, ...) of three or more modes with their short modes foremost in memory, else as they are.
+
+    The shape stays. A product along a short mode is quick only where its columns are long, and those along the others
+    need no data moved then.
+    """
+    if tensors.ndim < 4:
+        return tensors
+    order = _memory_order(tensors)
+    wanted = sorted(order, key=lambda axis: tensors.shape[axis] >= _LEAST_COLUMNS)
+    return tensors if wanted == order else _in_order(tensors, wanted)
+
+
 def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
-    """Multiply one mode of each tensor (B, ...) by its matrix (B, d, d), or by its symmetric, packed one."""
+    """Multiply one mode of each tensor (B, ...) by its matrix (B, d, d), or by its symmetric, packed one.
+
+    Tensors of three or more modes may lie in memory in any order of their modes; the result lies as they do, with the
+    mode foremost if it is short.
+    """
     matrices = unpack(matrices)
     if tensors.ndim == 3:
         return torch.bmm(matrices, tensors) if mode == 0 else torch.bmm(tensors, matrices.mT)
     count, size = matrices.shape[:2]
-    # the first mode needs no data moved, nor does the last; but for a short one a product of few columns costs more
-    if mode == 0:
-        return torch.bmm(matrices, tensors.reshape(count, size, -1)).view(tensors.shape)
-    if mode == tensors.ndim - 2 and size >= _LEAST_COLUMNS:
-        return torch.bmm(tensors.reshape(count, -1, size), matrices.mT).view(tensors.shape)
-    moved = tensors.movedim(mode + 1, 1)
-    return torch.bmm(matrices, moved.flatten(2)).view(moved.shape).movedim(1, mode + 1)
+    order, axis = _memory_order(tensors), mode + 1
+    if size < _LEAST_COLUMNS and order[0] != axis:
+        order = [axis, *(other for other in order if other != axis)]
+    data = tensors.permute(0, *order).contiguous()
+    if order[0] == axis:
+        product = torch.bmm(matrices, data.view(count, size, -1))
+    elif order[-1] == axis:
+        product = torch.bmm(data.view(count, -1, size), matrices.mT)
+    else:
+        before = math.prod(tensors.shape[other] for other in order[: order.index(axis)])
+        product = torch.matmul(matrices.unsqueeze(1), data.view(count, before, size, -1))
+    return _undone(product.view(data.shape), order)
 
 
 def add_gram(factor: Tensor, grads: Tensor, mode: int, decay: float, gain: float) -> None:
     """Add the Gram matrices of one mode to the factors, (B, d, d) or packed, in place."""
-    if mode == grads.ndim - 2 and grads.is_contiguous():
-        rows = grads.view(grads.shape[0], -1, grads.shape[-1]).mT
+    order, axis = _memory_order(grads), mode + 1
+    data = grads.permute(0, *order)
+    if order[-1] == axis and data.is_contiguous():
+        rows = data.view(grads.shape[0], -1, grads.shape[axis]).mT
     else:
-        rows = (grads if mode == 0 else grads.mT) if grads.ndim == 3 else grads.movedim(mode + 1, 1).flatten(2)
+        others = [other for other in order if other != axis]
+        rows = grads.permute(0, axis, *others).flatten(2)
     if factor.ndim == 2:
         Triangle(rows.shape[1]).add_gram(factor, rows, decay, gain)
         return
     factor.baddbmm_(rows, rows.mT, beta=decay, alpha=gain)
+
+
+def _memory_order(tensors: Tensor) -> list[int]:
+    """Return the axes after the first, from the one with the longest stride to that with the shortest."""
+    strides = tensors.stride()
+    return sorted(range(1, tensors.ndim), key=lambda axis: -strides[axis])
+
+
+def _in_order(tensors: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the same tensors with the axes after the first in another order in memory."""
+    return _undone(tensors.permute(0, *order).contiguous(), order)
+
+
+def _undone(permuted: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a view in which the axes are back in their places."""
+    return permuted.permute(0, *(1 + order.index(axis) for axis in range(1, permuted.ndim)))

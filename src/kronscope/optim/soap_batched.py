@@ -22,7 +22,7 @@ from kronscope.kron.bases import eigenbases, improved_basis
 from kronscope.kron.powers import default_cutoff
 from kronscope.kron.triangles import unpack
 from kronscope.optim.config import Hyper
-from kronscope.optim.pieces import Tensors, add_gram, batched_times
+from kronscope.optim.pieces import Tensors, add_gram, batched_times, short_first
 
 __all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction", "soap_floor"]
 
@@ -30,12 +30,14 @@ __all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction", "so
 def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
     """Take gradients into moments and factors; return the updates in the bases of before."""
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
+    moved = short_first(grads)
     if hyper.published and step == 1:
         update = torch.zeros_like(grads)
     else:
-        inside = grads
+        inside = moved
         for mode in modes:
             inside = batched_times(state[f"basis{mode}"].mT, inside, mode)
+        inside = inside.contiguous()
         state["exp_avg_sq"].mul_(decay).addcmul_(inside, inside, value=gain)
         if hyper.beta1 > 0:
             state["exp_avg"].lerp_(inside, 1 - hyper.beta1)
@@ -44,7 +46,7 @@ def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: 
         if hyper.published:
             _add_gram_as_published(state[f"factor{mode}"], grads, mode, gain)
         else:
-            add_gram(state[f"factor{mode}"], grads, mode, decay, gain)
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
     return update
 
 
@@ -64,6 +66,7 @@ def soap_direction(state: Tensors, inside: Tensor, modes: Sequence[int], hyper: 
     if hyper.eps == 0:
         # 0/0: an entry that has been zero so far moves nothing
         update.nan_to_num_(nan=0.0)
+    update = short_first(update)
     for mode in modes:
         update = batched_times(state[f"basis{mode}"], update, mode)
     return update

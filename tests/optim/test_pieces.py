@@ -1,0 +1,51 @@
+"""Products along a mode give the same whatever the order of the modes in memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kronscope.kron.triangles import Triangle, is_packed
+from kronscope.optim.pieces import add_gram, batched_times, short_first
+
+SHAPES = [(5, 4), (40, 36, 3), (33, 3, 34), (3, 40, 33), (2, 3, 40), (34, 2, 3, 33), (260, 40, 3), (35, 1, 36)]
+
+
+def laid_out(tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same tensors in every order of their modes in memory, and as every other entry of a larger one."""
+    orders = itertools.permutations(range(1, tensors.ndim))
+    found = [tensors.permute(0, *o).contiguous().permute(0, *(1 + o.index(a) for a in sorted(o))) for o in orders]
+    return [*found, torch.stack([tensors, tensors], -1).flatten(-2)[..., ::2]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_and_grams_do_not_depend_on_the_order_in_memory(shape):
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    for mode, size in enumerate(shape):
+        matrices = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
+        rows = tensors.movedim(mode + 1, 1).flatten(2)
+        product = torch.stack([m @ r for m, r in zip(matrices, rows, strict=True)])
+        wanted = product.view(tensors.movedim(mode + 1, 1).shape).movedim(1, mode + 1)
+        gram = torch.stack([2 * m + 0.5 * r @ r.T for m, r in zip(matrices + matrices.mT, rows, strict=True)])
+        for data in laid_out(tensors):
+            torch.testing.assert_close(batched_times(matrices, data, mode), wanted, rtol=1e-11, atol=1e-11)
+            for given in (data, short_first(data)):
+                factor = matrices + matrices.mT
+                if is_packed(size):
+                    factor = Triangle(size).pack(factor)
+                add_gram(factor, given, mode, 2.0, 0.5)
+                found = Triangle(size).unpack(factor) if is_packed(size) else factor
+                torch.testing.assert_close(found, gram, rtol=1e-11, atol=1e-11)
+
+
+def test_short_modes_come_first_in_memory_and_nothing_else_changes():
+    tensors = torch.randn(2, 40, 36, 3)
+    moved = short_first(tensors)
+    assert torch.equal(moved, tensors)
+    assert moved.stride()[3] == 40 * 36
+    assert short_first(moved) is moved
+    matrix = torch.randn(2, 5, 4)
+    assert short_first(matrix) is matrix
