@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kronscope.errors import OptionError
 from kronscope.kron.operators import EigenbasisDiagonal
-from kronscope.optim import SOAP, Eigh
+from kronscope.optim import SOAP, Eigh, Every, Warmup
 from tests.optim.tools import copies, gradients, parameters, train
 
 
@@ -67,6 +68,13 @@ def test_reference_mode_equals_the_published_algorithm(shape):
         train(optimizer, [param], [[grad]])
         other.step(grad)
         assert torch.allclose(param, other.weight, rtol=1e-9, atol=1e-10), step
+
+
+def test_reference_mode_has_the_published_schedule_unless_told_otherwise():
+    assert SOAP(parameters((3, 2))).param_groups[0]["refresh"] == Warmup(10, 10)
+    assert SOAP(parameters((3, 2)), reference=True).param_groups[0]["refresh"] == Every(10)
+    with pytest.raises(OptionError, match="every k steps"):
+        SOAP(parameters((3, 2)), reference=True, refresh=Warmup(5, 10))
 
 
 def test_the_first_step_is_adam_s_and_not_skipped():

@@ -205,8 +205,9 @@ class Norm:
 Refresh = Every | Warmup | Adaptive
 Scale = Trace | Graft | Norm | None
 
-# Provisional, from a one-seed trial (benchmarks/records/optim_training_trial): Adam's length changed least with the
-# learning rate and was best on MNIST, Trace(bound=1.0) was better on characters at lr 0.003 but much worse at 0.01.
+# From trials with one seed each: Adam's length changed least with the learning rate and was best on MNIST, while
+# Trace(bound=1.0) was better on characters at lr 0.003 but much worse at 0.01 (benchmarks/records/optim_training_trial).
+# Ten steps of warm-up end where thirty do, for a third of the cost (benchmarks/records/optim_training_warmup).
 DEFAULT_SCALE = Graft("adam")
 DEFAULT_REFRESH = Warmup()
 

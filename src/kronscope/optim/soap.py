@@ -13,7 +13,7 @@ from kronscope.kron.roots import RootSolver, WarmQR
 from kronscope.optim.apply import apply_updates
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.blocks import Layout, Tile
-from kronscope.optim.config import Every, Norm, Refresh, parse_refresh, parse_scale
+from kronscope.optim.config import DEFAULT_REFRESH, Every, Norm, Refresh, parse_refresh, parse_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,11 +41,10 @@ class SOAP(KroneckerOptimizer):
         betas: Decay of the gradient mean, and of second moment and factors; 1 for the second means sums.
         eps: Adam's eps.
         weight_decay: Weight decay.
-        refresh: Steps between two bases of a factor, or an object.
+        refresh: As for :class:`Shampoo`, for the bases.
         scale: None for Adam's own scale, ``"norm"`` or :class:`Norm` for a fixed root mean square.
         block_size: Longest side of a block.
         memory_budget: Bytes for a group's factors and bases.
-        momentum: Must be 0; the mean of ``betas[0]`` is SOAP's momentum.
         decay: Kind of weight decay.
         maximize: Ascend.
         method: As for :class:`Shampoo`.
@@ -57,7 +56,8 @@ class SOAP(KroneckerOptimizer):
         parallel: As for :class:`Shampoo`.
         process_group: As for :class:`Shampoo`.
         reference: Do exactly what the published implementation does: no first step, every dimension of two or more a
-            factor, all bases refreshed together, second moments permuted, weight decay after the step. For comparison.
+            factor, all bases refreshed together (every 10 steps unless told otherwise), second moments permuted, weight
+            decay after the step. For comparison.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -79,7 +79,7 @@ class SOAP(KroneckerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        refresh: int | Refresh = 10,
+        refresh: int | Refresh = DEFAULT_REFRESH,
         scale: str | Norm | None = None,
         block_size: int | None = None,
         memory_budget: float | None = None,
@@ -97,6 +97,8 @@ class SOAP(KroneckerOptimizer):
     ) -> None:
         if not isinstance(parse_scale(scale), Norm | None):
             raise OptionError(f"SOAP has Adam's scale; scale must be None, 'norm' or Norm(rms), got {scale!r}.")
+        if reference and refresh is DEFAULT_REFRESH:
+            refresh = Every(10)
         if reference and (
             not isinstance(parse_refresh(refresh), Every) or betas[1] == 1 or decay != "decoupled" or scale is not None
         ):
