@@ -205,9 +205,9 @@ class Norm:
 Refresh = Every | Warmup | Adaptive
 Scale = Trace | Graft | Norm | None
 
-# From trials with one seed each (benchmarks/records). optim_training_trial: Adam's length changed least with the learning
-# rate and was best on MNIST, while Trace(bound=1.0) was better on characters at lr 0.003 but much worse at 0.01.
-# optim_training_warmup: ten steps of warm-up end where thirty do, for a third of the cost.
+# From trials with one seed each (benchmarks/records). optim_training_trial: Adam's length changed least with the
+# learning rate and was best on MNIST, while Trace(bound=1.0) was better on characters at lr 0.003 but much worse at
+# 0.01. optim_training_warmup: ten steps of warm-up end where thirty do, for a third of the cost.
 DEFAULT_SCALE = Graft("adam")
 DEFAULT_REFRESH = Warmup()
 
