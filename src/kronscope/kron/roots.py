@@ -32,6 +32,7 @@ __all__ = [
     "WarmQR",
     "eigenbases",
     "orthogonal_iteration",
+    "root_order",
     "root_residual",
     "solve_roots",
 ]
@@ -187,18 +188,27 @@ class CoupledNewton:
     tolerance: float = 1e-3
     is_warm: bool = False
 
-    def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first.
+    def order_of(self, exponent: float, ridge: Ridge) -> int:
+        """Return p for the exponent -1/p.
 
         Raises:
             OptionError: ``exponent`` is not -1/p, or there is no ridge; such roots need :class:`Eigh`.
         """
-        order = round(-1 / exponent) if exponent < 0 else 0
-        if order < 1 or abs(order * exponent + 1) > 1e-9 or ridge.is_pseudo_inverse:
+        order = root_order(exponent)
+        if order is None or ridge.is_pseudo_inverse:
             raise OptionError(
                 f"the coupled Newton iteration takes exponents -1, -1/2, -1/3, ... of damped factors, got exponent "
                 f"{exponent} and {ridge}; use Eigh()."
             )
+        return order
+
+    def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
+        """Return the roots of ``factors`` (B, d, d), each divided by its trace first.
+
+        Raises:
+            OptionError: as :meth:`order_of`.
+        """
+        order = self.order_of(exponent, ridge)
         size = factors.shape[-1]
         eye = torch.eye(size, dtype=factors.dtype, device=factors.device)
         largest = _largest_eigenvalue(factors)
@@ -256,6 +266,16 @@ def solve_roots(
     return _rescued(factors, exponent, ridge, roots, good, previous, float(size) ** -exponent)
 
 
+def root_order(exponent: float) -> int | None:
+    """Return p where ``exponent`` is -1/p for a whole p, else None.
+
+    >>> root_order(-0.25), root_order(-0.3)
+    (4, None)
+    """
+    order = round(-1 / exponent) if exponent < 0 else 0
+    return order if order >= 1 and abs(order * exponent + 1) < 1e-9 else None
+
+
 def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge, largest: Tensor) -> Tensor:
     r"""How far stored roots are from being the roots of the present factors, by one probe vector: O(d²).
 
@@ -283,8 +303,8 @@ def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge,
         return (factors @ vector + shift * vector) / trace
 
     inside = times(probe)
-    order = round(-1 / exponent) if exponent < 0 else 0
-    if order >= 1 and abs(order * exponent + 1) < 1e-9:
+    order = root_order(exponent)
+    if order is not None:
         moved = times(inside)
         for _ in range(order):
             moved = roots @ moved

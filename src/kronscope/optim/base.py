@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -17,24 +18,33 @@ from torch.optim import Optimizer
 from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.roots import RootSolver
-from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
+from kronscope.optim.apply import apply_updates, callers_level, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.diagnostics import Diagnostics, diagnose
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
-from kronscope.optim.options import checked_group, hyper_of, layouts_of, structure_of
+from kronscope.optim.options import (
+    LAYOUT_OPTIONS,
+    checked_group,
+    fixed_options,
+    hyper_of,
+    layout_options,
+    layouts_of,
+    structure_of,
+)
 from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_group
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
-from kronscope.optim.state import check_loaded, load_tensors, on_device
+from kronscope.optim.state import check_family, check_loaded, load_tensors, on_device, placed
 from kronscope.optim.work import Work, take_roots
 
 __all__ = ["KroneckerOptimizer"]
 
 _OBJECTS = ("refresh", "scale", "solver")
-_NOT_OPTIONS = ("params", "param_names", "roles", "initial_lr", "skipped_steps", "lr_scale")
+_NOT_OPTIONS = ("params", "param_names", "roles", "family", "initial_lr", "skipped_steps", "lr_scale")
+_SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "precondition_frequency": "refresh"}
 
 
 class KroneckerOptimizer(Optimizer):
@@ -48,6 +58,8 @@ class KroneckerOptimizer(Optimizer):
     _layouts: dict[Tensor, Layout]
     _stacks: list[Stack]
     _stacks_for: object
+    _planned_with: list[tuple[object, ...]]
+    _powers: dict[int, tuple[float, ...]]
     _placement: Placement
     _placed: bool
 
@@ -56,7 +68,7 @@ class KroneckerOptimizer(Optimizer):
         self._placement, self._placed = SingleProcess(), False
         defaults = dict(defaults)
         self._parallel, self._process_group = defaults.pop("parallel"), defaults.pop("process_group")
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, **fixed_options(self.family)})
         self._place(self.param_groups)
 
     # --- groups ---------------------------------------------------------------------------------------------------
@@ -69,14 +81,15 @@ class KroneckerOptimizer(Optimizer):
         """
         for name in set(param_group) - set(self.defaults) - set(_NOT_OPTIONS):
             # groups may carry names and notes of their own, but a misspelt option must not pass for one
-            meant = difflib.get_close_matches(name, list(self.defaults), 1, 0.75)
+            meant = [_SYNONYMS[name]] if name in _SYNONYMS else difflib.get_close_matches(name, self.defaults, 1, 0.75)
             if meant:
                 raise OptionError(f"{type(self).__name__} has no option {name!r}; did you mean {meant[0]!r}?")
-        checked = checked_group({**self.defaults, **param_group})
+        checked = checked_group({**self.defaults, **param_group}, self.family)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update({name: checked[name] for name in _OBJECTS})
         group.setdefault("skipped_steps", 0)
+        group["family"] = self.family
         try:
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
             if self._placed:
@@ -84,6 +97,7 @@ class KroneckerOptimizer(Optimizer):
         except (OptionError, DistributedError):
             self.param_groups.pop()
             raise
+        self._planned_with.append(layout_options(group))
         self._stacks_for = None
 
     def _place(self, groups: list[dict[str, Any]], ranges: Ranges | None = None) -> None:
@@ -105,7 +119,17 @@ class KroneckerOptimizer(Optimizer):
         self._placement.add(entries, self.param_groups, ranges)
 
     def _planned(self, group: dict[str, Any]) -> list[Layout]:
-        return layouts_of(group)
+        return layouts_of(group, self.family)
+
+    def _check_plan(self) -> None:
+        """Refuse layout options that were changed after the plan was made from them."""
+        for group, planned in zip(self.param_groups, self._planned_with, strict=True):
+            for name, now, then in zip(LAYOUT_OPTIONS, layout_options(group), planned, strict=True):
+                if now != then:
+                    raise OptionError(
+                        f"{name} cannot be changed from {then!r} to {now!r} once an optimizer exists: it decides what "
+                        f"the state looks like. Set it back, and make another optimizer with it."
+                    )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         return hyper_of(group, self.family)
@@ -137,10 +161,11 @@ class KroneckerOptimizer(Optimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
+        self._check_plan()
+        hypers = [self._hyper(group) for group in self.param_groups]
         active = self._active()
         if not active:
             return
-        hypers = [self._hyper(group) for group in self.param_groups]
         with full_precision({param.device.type for param in active}):
             self._initialise(active, hypers)
             torch._foreach_add_([self.state[param]["step"] for param in active], 1)
@@ -163,12 +188,16 @@ class KroneckerOptimizer(Optimizer):
         if all(finite.values()):
             return {param: groups[param] for param in finite}
         bad = [self._name(param) for param, good in finite.items() if not good]
-        what = f"the gradient of {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} is not finite"
+        what = (
+            f"the gradient of {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} is not finite, or its square "
+            f"overflows"
+        )
         if any(group["nonfinite"] == "raise" for group in self.param_groups):
             raise NonFiniteError(f"{what}; nothing was changed. Look at the loss and the learning rate.")
         for group in self.param_groups:
             group["skipped_steps"] += 1
-        warnings.warn(f"{what}; this step is skipped (number {self.skipped_steps}).", RuntimeWarning, stacklevel=5)
+        text = f"{what}; this step is skipped (number {self.skipped_steps})."
+        warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
         return {}
 
     @property
@@ -191,7 +220,8 @@ class KroneckerOptimizer(Optimizer):
             assign_phases(earlier, [entry for entry in newcomers if not entry[2].published])
         # groups with equal options share stacks, named after the first of them
         first = [hypers.index(hyper) for hyper in hypers]
-        wanted = (first, [structure_of(hyper) for hyper in hypers])
+        types = [(param.dtype, param.device) for param in self._layouts]
+        wanted = (first, [structure_of(hyper) for hyper in hypers], types)
         if fresh or self._stacks_for != wanted:
             self._build(first, hypers)
             self._stacks_for = wanted
@@ -208,7 +238,11 @@ class KroneckerOptimizer(Optimizer):
         entries = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if self._layouts[param].is_elementwise or "step" not in self.state.get(param, {}):
+                if "step" not in self.state.get(param, {}):
+                    continue
+                # the model may have been moved, or its dtype changed, since the state was made
+                self.state[param] = placed(self.state[param], param)
+                if self._layouts[param].is_elementwise:
                     continue
                 add_missing(self.state[param], param, self._share(param), hypers[index])
                 entries.append((param, self._share(param), first[index], hypers[index]))
@@ -233,6 +267,10 @@ class KroneckerOptimizer(Optimizer):
 
     def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
         works: list[Work] = []
+        # roots of another exponent are not merely old: they are all taken anew
+        powers = {index: hyper.exponents for index, hyper in enumerate(hypers)}
+        anew = {index for index, power in powers.items() if self._powers.get(index, power) != power}
+        self._powers = powers
         for stack in self._stacks:
             cohorts: dict[int, list[Member]] = {}
             for member in stack.members:
@@ -240,7 +278,7 @@ class KroneckerOptimizer(Optimizer):
                     cohorts.setdefault(int(self.state[member.param]["step"]), []).append(member)
             for step, members in cohorts.items():
                 grads = stack.gather(exchange.blocks, members, factor_dtype(members[0].param))
-                works.append(Work(stack, members, grads, hypers[stack.group], step))
+                works.append(Work(stack, members, grads, hypers[stack.group], step, anew=stack.group in anew))
         take_roots(works)
         for work in works:
             update = work.finish()
@@ -317,6 +355,7 @@ class KroneckerOptimizer(Optimizer):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it."""
+        self._check_plan()
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
@@ -336,25 +375,51 @@ class KroneckerOptimizer(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; its tensors are copied and keep their dtypes.
+        """Load a state; its tensors are copied, and have at least float32 whatever the parameters have.
+
+        Options come with it, but for those that decide what the state looks like (``block_size`` and its like): the
+        state must fit this optimizer's.
 
         Raises:
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
         """
+        self._check_plan()
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         decoded = [{name: decode(value) for name, value in group.items()} for group in state_dict["param_groups"]]
         for group, saved in zip(self.param_groups, decoded, strict=False):
-            for name in (*_OBJECTS, "skipped_steps", "roles"):
+            for name in (*_OBJECTS, "skipped_steps", "roles", "family"):
                 saved.setdefault(name, group[name])
+            saved.update({name: group[name] for name in LAYOUT_OPTIONS})
         state_dict = {**state_dict, "param_groups": decoded}
+        check_family([str(group["family"]) for group in decoded], self.family)
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
         names = [self._name(param) for group in self.param_groups for param in group["params"]]
         check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
-        super().load_state_dict({**state_dict, "state": {}})
+        with self._without_hooks():
+            # torch would cast factors to the parameters' dtype
+            super().load_state_dict({**state_dict, "state": {}})
         load_tensors(state_dict, self.param_groups, self.state, self._placement.unpacked)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Keep torch from calling the hooks of loading, which are called around it."""
+        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = before
+            self._optimizer_load_state_dict_post_hooks = after
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
+        self._check_plan()
         packed = super().__getstate__()
         packed["state"] = {
             param: {name: tensor.clone() for name, tensor in tensors.items()} for param, tensors in self.state.items()
@@ -379,11 +444,14 @@ class KroneckerOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             self._layouts.update(zip(group["params"], self._planned(group), strict=True))
+            self._planned_with.append(layout_options(group))
         if is_copy:
             self._placement, self._placed = SingleProcess(), False
             self._place(self.param_groups, state["ranges"])
 
     def _forget_plan(self) -> None:
         self._layouts = {}
+        self._planned_with = []
         self._stacks = []
         self._stacks_for = None
+        self._powers = {}

@@ -116,7 +116,7 @@ def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: 
 def direction(
     state: Tensors, moments: Moments, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False
 ) -> Tensor:
-    """Return the updates of a stack from what :func:`accumulate` returned; ``peek`` leaves momentum alone."""
+    """Return the updates of a stack from what :func:`accumulate` returned; ``peek`` forms the last ones again."""
     mean, graft = moments
     if hyper.family == "soap":
         return rescaled(mean, None, hyper)
@@ -138,8 +138,9 @@ def direction(
             update.mul_(weights.view(-1, *[1] * (mean.ndim - 1)))
         update = rescaled(update, graft, hyper)
     if hyper.momentum > 0:
-        buffer = state["momentum"].clone() if peek else state["momentum"]
-        buffer.mul_(hyper.momentum).add_(update)
+        buffer = state["momentum"]
+        if not peek:
+            buffer.mul_(hyper.momentum).add_(update)
         update = update.add_(buffer, alpha=hyper.momentum) if hyper.nesterov else buffer.clone()
     return update
 

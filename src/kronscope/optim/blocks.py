@@ -179,8 +179,16 @@ class LayoutOptions:
             raise OptionError(f"block_size must be at least 1 or None, got {self.block_size}.")
 
 
-def plan_layout(shape: Sequence[int], options: LayoutOptions, element_size: int = 4) -> Layout:
+def plan_layout(
+    shape: Sequence[int], options: LayoutOptions, element_size: int = 8, budget: float | None = None
+) -> Layout:
     """Decide how a parameter of this shape is treated.
+
+    Args:
+        shape: The parameter's shape.
+        options: What was asked for.
+        element_size: Bytes for each number of a factor, its root and what else is kept of that size included.
+        budget: Bytes for all that; None allows 16 times the parameter, or 64 MiB.
 
     Raises:
         OptionError: ``split`` does not fit the number of rows.
@@ -203,7 +211,8 @@ def plan_layout(shape: Sequence[int], options: LayoutOptions, element_size: int 
     if options.block_size is not None:
         return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
     whole = _cut(shape, view, options, None, (True,) * len(view), "whole")
-    budget = max(DEFAULT_RATIO * math.prod(shape) * element_size, DEFAULT_FLOOR)
+    if budget is None:
+        budget = max(DEFAULT_RATIO * math.prod(shape) * element_size / 2, DEFAULT_FLOOR)
     if all(size <= MAX_SIDE for tile in whole.tiles for size in tile.block) and _bytes(whole, element_size) <= budget:
         return whole
     for candidate in _cheaper(whole, options):
@@ -214,7 +223,7 @@ def plan_layout(shape: Sequence[int], options: LayoutOptions, element_size: int 
 
 
 def fit_budget(
-    layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: int, element_size: int = 4
+    layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: float, element_size: int = 8
 ) -> list[Layout]:
     """Make the most expensive layouts cheaper until all factors and roots together fit ``budget`` bytes."""
     chosen = list(layouts)
@@ -228,8 +237,8 @@ def fit_budget(
 
 
 def _bytes(layout: Layout, element_size: int) -> int:
-    """Bytes of factors and their roots."""
-    return 2 * layout.factor_numel() * element_size
+    """Bytes of factors and what is kept beside them."""
+    return layout.factor_numel() * element_size
 
 
 def _cheaper(layout: Layout, options: LayoutOptions) -> list[Layout]:

@@ -18,6 +18,7 @@ from kronscope.optim.batched import Moments, direction
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 from kronscope.optim.explain import table
+from kronscope.optim.grafts import rescaled
 from kronscope.optim.parallel import Placement
 from kronscope.optim.parallel.shards import is_dtensor
 from kronscope.optim.pieces import Tensors, batched_times, ridge_of
@@ -220,5 +221,5 @@ def _peek(
         if hyper.beta1 == 0:
             for mode in tile.modes:
                 mean = batched_times(state[f"basis{mode}"].mT, mean, mode)
-        return soap_direction(state, mean, tile.modes, hyper, step)
+        return rescaled(soap_direction(state, mean, tile.modes, hyper, step), None, hyper)
     return direction(state, Moments(mean), tile.factored, hyper, step, peek=True)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor
 
-from kronscope.errors import OptionError
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
@@ -93,10 +92,5 @@ class KLShampoo(KroneckerOptimizer):
         parallel: Literal["auto", "single", "replicated"] = "auto",
         process_group: ProcessGroup | None = None,
     ) -> None:
-        if betas[1] == 1:
-            raise OptionError(
-                "KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1."
-            )
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        # the whitening uses the roots that precondition, which are inverse square roots
-        super().__init__(params, {**defaults, "exponent": -0.5, "power_rounds": 1})
+        super().__init__(params, defaults)

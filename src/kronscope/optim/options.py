@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import math
+import numbers
+import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
-from kronscope.kron.roots import RootSolver
+from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR, root_order
 from kronscope.optim.blocks import Layout, LayoutOptions, fit_budget, plan_layout
-from kronscope.optim.config import Graft, Hyper, parse_refresh, parse_scale
-from kronscope.optim.groups import role_of
+from kronscope.optim.config import DEFAULT_REFRESH, Adaptive, Every, Graft, Hyper, Norm, parse_refresh, parse_scale
+from kronscope.optim.groups import roles_of
 from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import factor_dtype
 
-__all__ = ["checked_group", "hyper_of", "layouts_of", "structure_of"]
+__all__ = [
+    "LAYOUT_OPTIONS",
+    "Family",
+    "checked_group",
+    "fixed_options",
+    "hyper_of",
+    "layout_options",
+    "layouts_of",
+    "structure_of",
+]
+
+LAYOUT_OPTIONS = ("method", "view", "merge", "split", "block_size", "memory_budget")
 
 
-def checked_group(group: dict[str, Any]) -> dict[str, Any]:
+Family = Literal["shampoo", "soap", "kl"]
+
+# Options of the common state machine that an algorithm does not have, at the values that leave them out.
+_FIXED: dict[str, dict[str, object]] = {
+    "shampoo": {},
+    # KL-Shampoo's whitening uses the roots that precondition, which are inverse square roots
+    "soap": {"exponent": -0.5, "damping": 0.0, "start": 1, "power_rounds": 1, "momentum": 0.0, "nesterov": False},
+    "kl": {"exponent": -0.5, "power_rounds": 1},
+}
+_NAMES = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
+
+
+def fixed_options(family: Family) -> dict[str, object]:
+    """Return the options that an algorithm does not have, with the values they count as."""
+    return dict(_FIXED[family])
+
+
+def checked_group(group: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the options of a group with names turned into objects.
 
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
     """
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise OptionError(f"a tensor learning rate must have one element, got shape {tuple(lr.shape)}.")
-    else:
-        _check("lr", lr, 0.0, math.inf)
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise OptionError(f"betas must be a pair, got {betas!r}.")
-    _check("betas[0]", betas[0], 0.0, 1.0, open_end=True)
-    _check("betas[1]", betas[1], 0.0, 1.0)
-    for name in ("eps", "weight_decay", "damping"):
-        _check(name, group[name], 0.0, math.inf)
-    _check("momentum", group["momentum"], 0.0, 1.0, open_end=True)
+    _check_numbers(group)
     if group["nesterov"] and not group["momentum"] > 0:
         raise OptionError("nesterov needs momentum > 0.")
     if not (isinstance(group["start"], int) and group["start"] >= 1) and group["start"] != math.inf:
@@ -46,29 +65,36 @@ def checked_group(group: dict[str, Any]) -> dict[str, Any]:
         raise OptionError(f"power_rounds must be a whole number of at least 1, got {group['power_rounds']!r}.")
     _choice("decay", group["decay"], ("decoupled", "coupled", "cautious"))
     _choice("nonfinite", group["nonfinite"], ("skip", "raise"))
-    exponents = group["exponent"] if isinstance(group["exponent"], tuple | list) else (group["exponent"],)
-    if not exponents or not all(isinstance(e, int | float) and math.isfinite(e) for e in exponents):
-        raise OptionError(f"exponent must be a finite number, or one for each factor, got {group['exponent']!r}.")
     budget = group["memory_budget"]
     if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
         raise OptionError(f"memory_budget must be a number of bytes or None, got {budget!r}.")
-    solver = CostModel() if group["solver"] == "auto" else group["solver"]
+    solver = CostModel() if isinstance(group["solver"], str) and group["solver"] == "auto" else group["solver"]
     if not isinstance(solver, RootSolver):
         raise OptionError(f"solver must be 'auto' or a root solver such as Eigh(), got {solver!r}.")
-    parsed = {"refresh": parse_refresh(group["refresh"]), "scale": parse_scale(group["scale"]), "solver": solver}
-    return {**group, **parsed}
+    refresh, scale = parse_refresh(group["refresh"]), parse_scale(group["scale"])
+    if group.get("reference") and refresh is DEFAULT_REFRESH:
+        refresh = Every(10)
+    checked = {**group, "refresh": refresh, "scale": scale, "solver": solver}
+    _check_family(checked, family)
+    if family != "soap":
+        _check_roots(checked)
+    return checked
 
 
-def hyper_of(group: dict[str, Any], family: Literal["shampoo", "soap", "kl"]) -> Hyper:
-    """Read a group's options as they are now; schedulers may have changed them."""
-    exponent = group["exponent"]
+def hyper_of(group: dict[str, Any], family: Family) -> Hyper:
+    """Read a group's options as they are now; schedulers and people may have changed them.
+
+    Raises:
+        OptionError: an option has a value that is not allowed; the text names it.
+    """
+    group = checked_group(group, family)
     beta1, beta2 = group["betas"]
     return Hyper(
         family=family,
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),
-        exponents=tuple(float(e) for e in exponent) if isinstance(exponent, tuple | list) else (float(exponent),),
+        exponents=tuple(float(e) for e in _exponents(group)),
         scale=group["scale"],
         refresh=group["refresh"],
         damping=float(group["damping"]),
@@ -81,14 +107,77 @@ def hyper_of(group: dict[str, Any], family: Literal["shampoo", "soap", "kl"]) ->
     )
 
 
-def layouts_of(group: dict[str, Any]) -> list[Layout]:
+def _exponents(group: dict[str, Any]) -> Sequence[Any]:
+    exponent = group["exponent"]
+    return exponent if isinstance(exponent, tuple | list) else (exponent,)
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        # its value is not looked at: it may live on another device
+        if lr.ndim:
+            raise OptionError(f"a tensor learning rate must be a single number, torch.tensor(1e-3), got {lr!r}.")
+    else:
+        _check("lr", lr, 0.0, sys.float_info.max)
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise OptionError(f"betas must be a pair, got {betas!r}.")
+    _check("betas[0]", betas[0], 0.0, 1.0, open_end=True)
+    _check("betas[1]", betas[1], 0.0, 1.0)
+    for name in ("eps", "weight_decay", "damping"):
+        _check(name, group[name], 0.0, math.inf)
+    _check("momentum", group["momentum"], 0.0, 1.0, open_end=True)
+    exponents = _exponents(group)
+    if not exponents or not all(isinstance(e, int | float) and math.isfinite(e) for e in exponents):
+        raise OptionError(f"exponent must be a finite number, or one for each factor, got {group['exponent']!r}.")
+
+
+def _check_family(group: dict[str, Any], family: Family) -> None:
+    """Refuse what an algorithm does not have."""
+    for name, value in _FIXED[family].items():
+        if group[name] != value:
+            raise OptionError(f"{_NAMES[family]} has no option {name!r}; leave it out.")
+    if family == "kl" and group["betas"][1] == 1:
+        raise OptionError("KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1.")
+    if family != "soap":
+        return
+    if not isinstance(group["scale"], Norm | None):
+        raise OptionError(f"SOAP has Adam's scale; scale must be None, 'norm' or Norm(rms), got {group['scale']!r}.")
+    if not isinstance(group["solver"], Eigh | WarmQR | CostModel):
+        raise OptionError(
+            f"SOAP needs eigenvectors; solver must be 'auto', WarmQR() or Eigh(), got {group['solver']!r}."
+        )
+    if group["reference"]:
+        if not isinstance(group["refresh"], Every) or group["betas"][1] == 1 or group["decay"] != "decoupled":
+            raise OptionError("the published SOAP refreshes every k steps (an int), has betas[1] < 1, decoupled decay.")
+        plain = {"scale": None, "block_size": None, "memory_budget": None, "method": "auto", "merge": 0, "split": None}
+        other = [name for name, value in plain.items() if group[name] != value]
+        if other:
+            raise OptionError(f"the published SOAP has no option {', '.join(map(repr, other))}; leave reference out.")
+
+
+def _check_roots(group: dict[str, Any]) -> None:
+    """Refuse exponents that the solver or the schedule cannot work with."""
+    beta2 = float(group["betas"][1])
+    ridge = Ridge(eps=float(group["eps"])) if beta2 == 1 else Ridge(damping=float(group["damping"]))
+    for exponent in _exponents(group):
+        if isinstance(group["solver"], CoupledNewton):
+            group["solver"].order_of(exponent, ridge)
+        if isinstance(group["refresh"], Adaptive) and root_order(exponent) is None:
+            raise OptionError(
+                f"an Adaptive refresh looks at how well a root fits, which works for exponents -1, -1/2, -1/3, ..., "
+                f"got {exponent}; use Every or Warmup."
+            )
+
+
+def layouts_of(group: dict[str, Any], family: Family) -> list[Layout]:
     """Decide the layout of each parameter of a group; sets ``group["roles"]`` where it is missing.
 
     Raises:
         OptionError: an option does not fit a parameter.
     """
     names = group.get("param_names", [""] * len(group["params"]))
-    roles = group.setdefault("roles", [role_of(name) for name in names])
+    roles = group.setdefault("roles", roles_of(names, group["params"]))
     split = group["split"]
     options = [
         LayoutOptions(
@@ -101,11 +190,17 @@ def layouts_of(group: dict[str, Any]) -> list[Layout]:
         )
         for role in roles
     ]
-    params = group["params"]
-    sizes = [torch.finfo(factor_dtype(param)).bits // 8 for param in params]
-    layouts = [plan_layout(p.shape, option, size) for p, option, size in zip(params, options, sizes, strict=True)]
-    if group["memory_budget"] is not None:
-        layouts = fit_budget(layouts, options, int(group["memory_budget"]), max(sizes, default=4))
+    params, budget = group["params"], group["memory_budget"]
+    # factors, roots, and the bases that a warm start keeps beside them
+    copies = 3 if family != "soap" and getattr(group["solver"], "is_warm", False) else 2
+    sizes = [copies * torch.finfo(factor_dtype(param)).bits // 8 for param in params]
+    limit = None if budget is None else float(budget)
+    layouts = [
+        plan_layout(param.shape, option, size, limit)
+        for param, option, size in zip(params, options, sizes, strict=True)
+    ]
+    if limit is not None:
+        layouts = fit_budget(layouts, options, limit, max(sizes, default=8))
     exponent = group["exponent"]
     if isinstance(exponent, tuple | list) and len(exponent) > 1:
         for layout in layouts:
@@ -123,10 +218,15 @@ def structure_of(hyper: Hyper) -> tuple[object, ...]:
     return hyper.beta1 > 0, hyper.momentum > 0, graft, hyper.solver.is_warm
 
 
+def layout_options(group: dict[str, Any]) -> tuple[object, ...]:
+    """Return what decides the layouts of a group."""
+    return tuple(group[name] for name in LAYOUT_OPTIONS)
+
+
 def _check(name: str, value: object, least: float, most: float, *, open_end: bool = False) -> None:
-    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    number = isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
     if not number or not least <= value <= most or (open_end and value == most):  # type: ignore[operator]
-        end = f"below {most}" if open_end else f"at most {most}"
+        end = f"below {most}" if open_end else "finite" if most > 1 else f"at most {most}"
         raise OptionError(f"{name} must be a number of at least {least} and {end}, got {value!r}.")
 
 

@@ -83,7 +83,9 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[f
                     yield float(tile.block[mode]) ** 3, hyper.refresh.period, state[block_key(index, "phase")], mode
 
 
-def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> list[Tensor | None]:
+def due_blocks(
+    stack: Stack, rows: Tensor | None, hyper: Hyper, step: int, *, anew: bool = False
+) -> list[Tensor | None]:
     """Return for each mode which blocks' roots the schedule wants now (or wants looked at), None for no block.
 
     Args:
@@ -91,6 +93,7 @@ def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> li
         rows: Which of its blocks take part; None for all.
         hyper: Options.
         step: The step these blocks are at.
+        anew: Every root is due, whatever the schedule says.
     """
     at, period = hyper.schedule_step(step), hyper.refresh.period
     count = stack.count if rows is None else rows.numel()
@@ -98,7 +101,7 @@ def due_blocks(stack: Stack, rows: Tensor | None, hyper: Hyper, step: int) -> li
     for mode, has_factor in enumerate(stack.factored):
         if not has_factor or at < 1 or (hyper.family != "soap" and step < hyper.start):
             due.append(None)
-        elif hyper.refresh.takes_all(at):
+        elif anew or hyper.refresh.takes_all(at):
             due.append(torch.arange(count))
         elif rows is None:
             due.append(stack.due(mode, (at - 1) % period, period))

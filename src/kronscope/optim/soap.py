@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 from torch import Tensor
 
-from kronscope.errors import OptionError
 from kronscope.kron.roots import RootSolver, WarmQR
 from kronscope.optim.apply import apply_updates
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.blocks import Layout, Tile
-from kronscope.optim.config import DEFAULT_REFRESH, Every, Norm, Refresh, parse_refresh, parse_scale
+from kronscope.optim.config import DEFAULT_REFRESH, Norm, Refresh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,19 +94,8 @@ class SOAP(KroneckerOptimizer):
         process_group: ProcessGroup | None = None,
         reference: bool = False,
     ) -> None:
-        if not isinstance(parse_scale(scale), Norm | None):
-            raise OptionError(f"SOAP has Adam's scale; scale must be None, 'norm' or Norm(rms), got {scale!r}.")
-        if reference and refresh is DEFAULT_REFRESH:
-            refresh = Every(10)
-        if reference and (
-            not isinstance(parse_refresh(refresh), Every) or betas[1] == 1 or decay != "decoupled" or scale is not None
-        ):
-            raise OptionError(
-                "the published SOAP refreshes every k steps (an int), has betas[1] < 1, decoupled decay and no scale."
-            )
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        fixed = {"exponent": -0.5, "damping": 0.0, "start": 1, "power_rounds": 1, "momentum": 0.0, "nesterov": False}
-        super().__init__(params, {**defaults, **fixed})
+        super().__init__(params, defaults)
 
     def _planned(self, group: dict[str, Any]) -> list[Layout]:
         if not group["reference"]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.kron.powers import default_cutoff
-from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, Roots, RootSolver
+from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, Roots, RootSolver, root_order
 from kronscope.optim.config import register
 
 __all__ = ["CostModel", "measure_solvers"]
@@ -52,7 +52,7 @@ class CostModel:
         self, device: str, size: int, exponent: float, ridge: Ridge, dtype: torch.dtype = torch.float32
     ) -> RootSolver:
         """Return the solver for factors of this size and type."""
-        takes = exponent < 0 and abs(round(-1 / exponent) * exponent + 1) < 1e-9
+        takes = root_order(exponent) is not None
         takes = takes and ridge.damping > default_cutoff(size, dtype)
         fast = any(kind == device and size >= least for kind, least in self.newton)
         return CoupledNewton(tolerance=self.tolerance) if fast and takes else Eigh(tolerance=self.tolerance)

@@ -14,7 +14,19 @@ from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, initial_state
 
-__all__ = ["check_loaded", "load_tensors", "on_device"]
+__all__ = ["check_family", "check_loaded", "load_tensors", "on_device", "placed"]
+
+
+def check_family(saved: Sequence[str], wanted: str) -> None:
+    """Check that a state was saved by the same algorithm: the same names mean other things in another one.
+
+    Raises:
+        StateError: it was not.
+    """
+    names = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
+    for family in saved:
+        if family != wanted:
+            raise StateError(f"the state was saved by {names.get(family, family)}; this optimizer is {names[wanted]}.")
 
 
 def check_loaded(
@@ -68,7 +80,8 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
         if key not in saved:
             raise StateError(
                 f"{name}: the saved state has no {key!r}. It has {sorted(saved)}; was it saved with other options "
-                f"(betas, scale, momentum, block_size) or by another optimizer?"
+                f"(betas, scale, momentum, block_size, method), of a parameter with another role (named or not), or by "
+                f"another optimizer?"
             )
         if not isinstance(saved[key], Tensor) or saved[key].shape != tensor.shape:
             found = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
@@ -84,7 +97,7 @@ def load_tensors(
     state: dict[Tensor, Any],
     part: Callable[[Tensor, str, Tensor], Tensor],
 ) -> None:
-    """Copy the saved tensors, keeping their dtypes; what steers the schedule stays on the CPU.
+    """Copy the saved tensors, in the dtype of the parameter's state; what steers the schedule stays on the CPU.
 
     Args:
         saved: The state dict.
@@ -95,14 +108,18 @@ def load_tensors(
     for group, old in zip(groups, saved["param_groups"], strict=True):
         for param, key in zip(group["params"], old["params"], strict=True):
             if key in saved["state"]:
-                state[param] = {
-                    name: _placed(name, part(param, name, value), param) for name, value in saved["state"][key].items()
-                }
+                kept = {name: part(param, name, value).detach() for name, value in saved["state"][key].items()}
+                state[param] = placed(kept, param, copy=True)
 
 
-def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
-    on_host = name == "step" or not value.is_floating_point()
-    return value.detach().to("cpu" if on_host else param.device, copy=True)
+def placed(tensors: Mapping[str, Tensor], param: Tensor, *, copy: bool = False) -> dict[str, Tensor]:
+    """Return a state where and in the dtype its parameter wants it; what steers the schedule is on the CPU."""
+    found = {}
+    for name, value in tensors.items():
+        on_host = name == "step" or not value.is_floating_point()
+        dtype = value.dtype if on_host else factor_dtype(param)
+        found[name] = value.to("cpu" if on_host else param.device, dtype, copy=copy)
+    return found
 
 
 def on_device(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:

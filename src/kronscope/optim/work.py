@@ -33,7 +33,9 @@ class Work:
         due: Pairs of a mode and the blocks whose roots of that mode are to be taken before :meth:`finish`.
     """
 
-    def __init__(self, stack: Stack, members: Sequence[Member], grads: Tensor, hyper: Hyper, step: int) -> None:
+    def __init__(
+        self, stack: Stack, members: Sequence[Member], grads: Tensor, hyper: Hyper, step: int, *, anew: bool = False
+    ) -> None:
         self.members, self.hyper, self.step = members, hyper, step
         self._stack = stack
         self.block = stack.block
@@ -44,9 +46,9 @@ class Work:
             self.state = {name: tensor[self._rows] for name, tensor in stack.tensors.items()}
         self._moments = accumulate(self.state, grads, stack.factored, hyper, step)
         self.due: list[tuple[int, Tensor]] = []
-        for mode, candidates in enumerate(due_blocks(stack, self._rows, hyper, step)):
+        for mode, candidates in enumerate(due_blocks(stack, self._rows, hyper, step, anew=anew)):
             if candidates is not None:
-                index = stale_blocks(self.state, mode, candidates, hyper, step)
+                index = candidates if anew else stale_blocks(self.state, mode, candidates, hyper, step)
                 if index.numel():
                     self.due.append((mode, index))
 
