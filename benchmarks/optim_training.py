@@ -8,8 +8,9 @@ Workloads: `cifar` (CIFAR-10, a small ResNet), `chars` (tiny-shakespeare, a char
 `mnist` (an MLP). Each run is one JSON file, named by all that decides it, with the validation loss against steps and
 seconds; runs whose file exists are not repeated, so an interrupted sweep goes on where it stopped. Seconds are those of
 training only. Every optimizer gets the same learning rates, the same batches and the same schedule (constant, then a
-linear fall over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by mean final
-loss, and the steps and seconds to AdamW's best final loss, and draws the curves.
+linear fall over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by the final
+loss of the first seed, the mean over all seeds there, and the steps and seconds to AdamW's mean final loss, and draws
+the curves. So a sweep needs all learning rates for the first seed, and the best of them for the others.
 """
 
 from __future__ import annotations
@@ -375,13 +376,17 @@ def report(args: argparse.Namespace) -> None:
         for record in records:
             if record["workload"] == workload:
                 table.setdefault(record["optimizer"], {}).setdefault(record["lr"], []).append(record)
+        first = min(record["seed"] for record in records if record["workload"] == workload)
         best = {
-            name: min(by_lr.items(), key=lambda item: statistics.mean(r["final"] for r in item[1]))
+            name: min(by_lr.items(), key=lambda item: min(r["final"] for r in item[1] if r["seed"] == first))
             for name, by_lr in table.items()
         }
         target = statistics.mean(r["final"] for r in best["adamw"][1]) if "adamw" in best else float("-inf")
         print(f"\n{workload}: AdamW's best final loss {target:.4f}")
-        print(f"{'optimizer':22}{'best lr':>9}{'final':>9}{'seeds':>6}{'steps to it':>13}{'CPU s to it':>13}  all lrs")
+        print(
+            f"{'optimizer':22}{'best lr':>9}{'final':>9}{'spread':>8}{'seeds':>6}{'steps to it':>13}{'CPU s to it':>13}"
+            "  all lrs"
+        )
         rows = {}
         ranked = sorted(best.items(), key=lambda item: statistics.mean(r["final"] for r in item[1][1]))
         for name, (lr, runs) in ranked:
@@ -390,7 +395,12 @@ def report(args: argparse.Namespace) -> None:
             sweep = {f"{k:g}": statistics.mean(r["final"] for r in v) for k, v in sorted(table[name].items())}
             rows[name] = {"lr": lr, "finals": finals, "steps_to_adamw": steps, "cpu_to_adamw": cpu, "sweep": sweep}
             cells = " ".join(f"{key}:{value:.3f}" for key, value in sweep.items())
-            print(f"{name:22}{lr:9g}{statistics.mean(finals):9.4f}{len(runs):6}{steps:13.0f}{cpu:13.1f}  {cells}")
+            spread = max(finals) - min(finals)
+            rows[name]["spread"] = spread
+            print(
+                f"{name:22}{lr:9g}{statistics.mean(finals):9.4f}{spread:8.4f}{len(runs):6}{steps:13.0f}{cpu:13.1f}"
+                f"  {cells}"
+            )
         summary[workload] = {"adamw_final": target, "optimizers": rows}
         draw(workload, best, args.out)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
