@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -17,16 +16,16 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
-from kronscope.kron.roots import RootSolver
 from kronscope.optim.apply import apply_updates, callers_level, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
-from kronscope.optim.config import Hyper, decode, encode
+from kronscope.optim.config import Hyper
 from kronscope.optim.diagnostics import Diagnostics, diagnose
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
 from kronscope.optim.options import (
-    LAYOUT_OPTIONS,
+    OBJECTS,
+    check_layout_options,
     checked_group,
     fixed_options,
     hyper_of,
@@ -37,12 +36,19 @@ from kronscope.optim.options import (
 from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_group
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
-from kronscope.optim.state import check_family, check_loaded, load_tensors, on_device, placed
+from kronscope.optim.state import (
+    check_loaded,
+    decoded_groups,
+    encoded_group,
+    hooks_off,
+    load_tensors,
+    on_device,
+    placed,
+)
 from kronscope.optim.work import Work, take_roots
 
 __all__ = ["KroneckerOptimizer"]
 
-_OBJECTS = ("refresh", "scale", "solver")
 _NOT_OPTIONS = ("params", "param_names", "roles", "family", "initial_lr", "skipped_steps", "lr_scale")
 _SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "precondition_frequency": "refresh"}
 
@@ -87,7 +93,7 @@ class KroneckerOptimizer(Optimizer):
         checked = checked_group({**self.defaults, **param_group}, self.family)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update({name: checked[name] for name in _OBJECTS})
+        group.update({name: checked[name] for name in OBJECTS})
         group.setdefault("skipped_steps", 0)
         group["family"] = self.family
         try:
@@ -121,16 +127,6 @@ class KroneckerOptimizer(Optimizer):
     def _planned(self, group: dict[str, Any]) -> list[Layout]:
         return layouts_of(group, self.family)
 
-    def _check_plan(self) -> None:
-        """Refuse layout options that were changed after the plan was made from them."""
-        for group, planned in zip(self.param_groups, self._planned_with, strict=True):
-            for name, now, then in zip(LAYOUT_OPTIONS, layout_options(group), planned, strict=True):
-                if now != then:
-                    raise OptionError(
-                        f"{name} cannot be changed from {then!r} to {now!r} once an optimizer exists: it decides what "
-                        f"the state looks like. Set it back, and make another optimizer with it."
-                    )
-
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         return hyper_of(group, self.family)
 
@@ -161,7 +157,7 @@ class KroneckerOptimizer(Optimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
-        self._check_plan()
+        check_layout_options(self.param_groups, self._planned_with)
         hypers = [self._hyper(group) for group in self.param_groups]
         active = self._active()
         if not active:
@@ -355,22 +351,14 @@ class KroneckerOptimizer(Optimizer):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it."""
-        self._check_plan()
+        check_layout_options(self.param_groups, self._planned_with)
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
             key: self._placement.packed(params[key], on_device(tensors, params[key]))
             for key, tensors in packed["state"].items()
         }
-        # a solver of the user's own cannot be written as plain values: whoever loads the state brings it
-        packed["param_groups"] = [
-            {
-                name: encode(value)
-                for name, value in group.items()
-                if name not in _OBJECTS or not isinstance(encode(value), RootSolver)
-            }
-            for group in packed["param_groups"]
-        ]
+        packed["param_groups"] = [encoded_group(group) for group in packed["param_groups"]]
         return packed
 
     @_disable_dynamo
@@ -383,43 +371,26 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
         """
-        self._check_plan()
+        check_layout_options(self.param_groups, self._planned_with)
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        decoded = [{name: decode(value) for name, value in group.items()} for group in state_dict["param_groups"]]
-        for group, saved in zip(self.param_groups, decoded, strict=False):
-            for name in (*_OBJECTS, "skipped_steps", "roles", "family"):
-                saved.setdefault(name, group[name])
-            saved.update({name: group[name] for name in LAYOUT_OPTIONS})
+        decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.family)
         state_dict = {**state_dict, "param_groups": decoded}
-        check_family([str(group["family"]) for group in decoded], self.family)
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
         names = [self._name(param) for group in self.param_groups for param in group["params"]]
         check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
-        with self._without_hooks():
+        with hooks_off(self):
             # torch would cast factors to the parameters' dtype
             super().load_state_dict({**state_dict, "state": {}})
         load_tensors(state_dict, self.param_groups, self.state, self._placement.unpacked)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """Keep torch from calling the hooks of loading, which are called around it."""
-        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        try:
-            yield
-        finally:
-            self._optimizer_load_state_dict_pre_hooks = before
-            self._optimizer_load_state_dict_post_hooks = after
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
-        self._check_plan()
+        check_layout_options(self.param_groups, self._planned_with)
         packed = super().__getstate__()
         packed["state"] = {
             param: {name: tensor.clone() for name, tensor in tensors.items()} for param, tensors in self.state.items()

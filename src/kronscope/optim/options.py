@@ -21,7 +21,9 @@ from kronscope.optim.stacks import factor_dtype
 
 __all__ = [
     "LAYOUT_OPTIONS",
+    "OBJECTS",
     "Family",
+    "check_layout_options",
     "checked_group",
     "fixed_options",
     "hyper_of",
@@ -30,6 +32,9 @@ __all__ = [
     "structure_of",
 ]
 
+# Options that are objects, which a group may also spell in words.
+OBJECTS = ("refresh", "scale", "solver")
+# Options that decide what a state looks like.
 LAYOUT_OPTIONS = ("method", "view", "merge", "split", "block_size", "memory_budget")
 
 
@@ -221,6 +226,21 @@ def structure_of(hyper: Hyper) -> tuple[object, ...]:
 def layout_options(group: dict[str, Any]) -> tuple[object, ...]:
     """Return what decides the layouts of a group."""
     return tuple(group[name] for name in LAYOUT_OPTIONS)
+
+
+def check_layout_options(groups: Sequence[dict[str, Any]], planned: Sequence[tuple[object, ...]]) -> None:
+    """Refuse layout options that were changed after the plan was made from them.
+
+    Raises:
+        OptionError: one was; the text names it.
+    """
+    for group, options in zip(groups, planned, strict=True):
+        for name, now, then in zip(LAYOUT_OPTIONS, layout_options(group), options, strict=True):
+            if now != then:
+                raise OptionError(
+                    f"{name} cannot be changed from {then!r} to {now!r} once an optimizer exists: it decides what the "
+                    f"state looks like. Set it back, and make another optimizer with it."
+                )
 
 
 def _check(name: str, value: object, least: float, most: float, *, open_end: bool = False) -> None:

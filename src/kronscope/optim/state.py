@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from kronscope.errors import StateError
+from kronscope.kron.roots import RootSolver
 from kronscope.optim.blocks import Layout
-from kronscope.optim.config import Hyper
+from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.elementwise import elementwise_state
+from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
 from kronscope.optim.stacks import factor_dtype, initial_state
 
-__all__ = ["check_family", "check_loaded", "load_tensors", "on_device", "placed"]
+__all__ = ["check_loaded", "decoded_groups", "encoded_group", "hooks_off", "load_tensors", "on_device", "placed"]
 
 
-def check_family(saved: Sequence[str], wanted: str) -> None:
-    """Check that a state was saved by the same algorithm: the same names mean other things in another one.
+def encoded_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with its options as plain values.
+
+    A solver of the user's own cannot be written so and is left out: whoever loads the state brings it.
+    """
+    encoded = {name: encode(value) for name, value in group.items()}
+    return {name: value for name, value in encoded.items() if name not in OBJECTS or not isinstance(value, RootSolver)}
+
+
+def decoded_groups(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], family: str
+) -> list[dict[str, Any]]:
+    """Undo :func:`encoded_group` for groups that were saved, completed from the optimizer's own.
+
+    Options that decide what the state looks like are the optimizer's.
 
     Raises:
-        StateError: it was not.
+        StateError: another algorithm saved them: the same names mean other things there.
     """
-    names = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
-    for family in saved:
-        if family != wanted:
-            raise StateError(f"the state was saved by {names.get(family, family)}; this optimizer is {names[wanted]}.")
+    found = [{name: decode(value) for name, value in group.items()} for group in saved]
+    for group, old in zip(groups, found, strict=False):
+        for name in (*OBJECTS, "skipped_steps", "roles", "family"):
+            old.setdefault(name, group[name])
+        old.update({name: group[name] for name in LAYOUT_OPTIONS})
+        if old["family"] != family:
+            names = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
+            saver = names.get(str(old["family"]), old["family"])
+            raise StateError(f"the state was saved by {saver}; this optimizer is {names[family]}.")
+    return found
+
+
+@contextmanager
+def hooks_off(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch from calling the hooks of loading, which our ``load_state_dict`` calls around it."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = before
+        optimizer._optimizer_load_state_dict_post_hooks = after
 
 
 def check_loaded(
