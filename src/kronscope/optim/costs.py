@@ -8,13 +8,25 @@ from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 
-__all__ = ["ELEMENT_COST", "block_work", "layout_work"]
+__all__ = ["ELEMENT_COST", "block_work", "layout_work", "refresh_cost"]
 
 # An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
 # multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
 ROOT_COST = 30.0
+# A power step with its orthonormalisation, in the same unit.
+BASIS_COST = 8.0
 # Elementwise work is bound by memory: one entry costs about as much as this many multiply-adds.
 ELEMENT_COST = 60.0
+
+
+def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
+    """Return what it costs to refresh one factor of one block, in multiply-adds of a matrix product."""
+    size, entries = float(tile.block[mode]), math.prod(tile.block)
+    if hyper.family != "soap":
+        return ROOT_COST * size**3
+    basis = BASIS_COST if hyper.solver.is_warm else ROOT_COST
+    # both moments are turned into the new basis
+    return basis * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
 
 
 def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
@@ -26,7 +38,7 @@ def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
     # of a Gram matrix that is kept as a triangle only the lower panels are formed
     saves = not hyper.published and hyper.power_rounds == 1
     products = sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
-    roots = ROOT_COST * sum(float(size) ** 3 for size in sizes) / hyper.refresh.period
+    roots = sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / hyper.refresh.period
     return products + roots + 15.0 * entries, products + roots + 1.5 * ELEMENT_COST * entries
 
 

@@ -31,6 +31,7 @@ _PACKED_ROOT = 512
 _PACKED_COLUMNS = 1024
 # (512·512) x 9 times 9 x 9 took 26 ms, moving the data and back 11 ms.
 _LEAST_COLUMNS = 32
+_LONG_COLUMNS = 1024
 
 
 def new_state(
@@ -128,14 +129,15 @@ def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
     """Multiply one mode of each tensor (B, ...) by its matrix (B, d, d), or by its symmetric, packed one.
 
     Tensors of three or more modes may lie in memory in any order of their modes; the result lies as they do, with the
-    mode foremost if it is short.
+    mode foremost if it is short and has little behind it.
     """
     matrices = unpack(matrices)
     if tensors.ndim == 3:
         return torch.bmm(matrices, tensors) if mode == 0 else torch.bmm(tensors, matrices.mT)
     count, size = matrices.shape[:2]
     order, axis = _memory_order(tensors), mode + 1
-    if size < _LEAST_COLUMNS and order[0] != axis:
+    behind = math.prod(tensors.shape[other] for other in order[order.index(axis) + 1 :])
+    if size < _LEAST_COLUMNS and behind < _LONG_COLUMNS:
         order = [axis, *(other for other in order if other != axis)]
     data = tensors.permute(0, *order).contiguous()
     if order[0] == axis:

@@ -11,6 +11,7 @@ from kronscope.kron.roots import root_residual
 from kronscope.kron.triangles import unpack
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
+from kronscope.optim.costs import refresh_cost
 from kronscope.optim.pieces import Tensors, ridge_of
 from kronscope.optim.stacks import Stack, block_key
 
@@ -80,7 +81,8 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[f
         for index, tile in enumerate(layout.tiles):
             for mode in tile.modes:
                 if hyper.refresh.spread:
-                    yield float(tile.block[mode]) ** 3, hyper.refresh.period, state[block_key(index, "phase")], mode
+                    phases = state[block_key(index, "phase")]
+                    yield refresh_cost(tile, mode, hyper), hyper.refresh.period, phases, mode
 
 
 def due_blocks(
