@@ -408,6 +408,7 @@ def report(args: argparse.Namespace) -> None:
 
 def draw(workload: str, best: dict[str, tuple[float, list[dict[str, Any]]]], out: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column, label in zip(figure.subplots(1, 2, sharey=True), (0, 3), ("steps", "CPU seconds"), strict=True):
@@ -416,6 +417,9 @@ def draw(workload: str, best: dict[str, tuple[float, list[dict[str, Any]]]], out
             mean = np.mean([np.array(r["curve"][:length]) for r in runs], axis=0)
             axes.plot(mean[:, column], mean[:, 1], label=f"{name}, lr {lr:g}", linewidth=1.2)
         axes.set(xlabel=label, ylabel="validation loss" if column == 0 else "", yscale="log")
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+        axes.tick_params(axis="y", which="minor", labelsize=7)
     figure.axes[1].legend(fontsize=7)
     figure.savefig(out / f"{workload}.png", dpi=120)
 
