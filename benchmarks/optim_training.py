@@ -5,12 +5,13 @@
     python benchmarks/optim_training.py report [--out benchmarks/records/optim_training]
 
 Workloads: `cifar` (CIFAR-10, a small ResNet), `chars` (tiny-shakespeare, a character GPT of 2 layers and width 128),
-`mnist` (an MLP). Each run is one JSON file, named by all that decides it, with the validation loss against steps and
-seconds; runs whose file exists are not repeated, so an interrupted sweep goes on where it stopped. Seconds are those of
-training only. Every optimizer gets the same learning rates, the same batches and the same schedule (constant, then a
-linear fall over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by the final
-loss of the first seed, the mean over all seeds there, and the steps and seconds to AdamW's mean final loss, and draws
-the curves. So a sweep needs all learning rates for the first seed, and the best of them for the others.
+`mnist` (an MLP), `digits` (an MLP on scikit-learn's digits). Each run is one JSON file, named by all that decides it,
+with the validation loss against steps and seconds; runs whose file exists are not repeated, so an interrupted sweep
+goes on where it stopped. Seconds are those of training only. Every optimizer gets the same learning rates, the same
+batches and the same schedule (constant, then a linear fall over the last fifth). `report` prints, for each workload and
+optimizer, the best learning rate by the final loss of the first seed, the mean over all seeds there, and the steps and
+seconds to AdamW's mean final loss, and draws the curves. So a sweep needs all learning rates for the first seed, and
+the best of them for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +120,9 @@ def small_resnet() -> nn.Module:
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
-    )
+def mlp(widths: Sequence[int] = (784, 256, 128, 10)) -> nn.Module:
+    layers = [[nn.Linear(before, after), nn.ReLU()] for before, after in pairwise(widths)]
+    return nn.Sequential(nn.Flatten(), *[module for pair in layers for module in pair][:-1])
 
 
 def shuffled(x: Tensor, y: Tensor, batch: int, seed: int) -> Batches:
@@ -177,8 +178,16 @@ def load_mnist(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], B
     return mlp, lambda seed: shuffled(x, y, 128, seed), list(zip(tx.split(2000), ty.split(2000), strict=True))
 
 
-WORKLOADS = {"chars": load_chars, "cifar": load_cifar, "mnist": load_mnist}
-STEPS = {"chars": 250, "cifar": 600, "mnist": 500}
+def load_digits(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+    from sklearn.datasets import load_digits as load  # type: ignore[import-untyped]
+
+    x, y = load(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
+    return lambda: mlp((64, 128, 128, 10)), lambda seed: shuffled(x[:1200], y[:1200], 64, seed), [(x[1200:], y[1200:])]
+
+
+WORKLOADS = {"chars": load_chars, "cifar": load_cifar, "digits": load_digits, "mnist": load_mnist}
+STEPS = {"chars": 250, "cifar": 200, "digits": 400, "mnist": 300}
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------

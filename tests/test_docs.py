@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from kronscope.approx import registry
 from kronscope.measures.rows import COLUMNS
 
 ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=ticks)`*[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
@@ -267,3 +269,56 @@ def test_the_tables_of_the_reproduction_are_its_records() -> None:
     assert script.filled(text) == text, "run python benchmarks/reproduction.py tables"
     # a marker that names no run or no kind of table would raise; one that is misspelt would not be filled
     assert len(re.findall("<!-- table", text)) == len(script.MARK.findall(text)) > 10
+
+
+def _row(text: str, label: str) -> list[str]:
+    """The cells of a table's row after its label, without emphasis."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    return [cell.strip(" *") for cell in line.strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("`KLShampoo`", "kl-shampoo"),
+        ("`Shampoo`", "shampoo"),
+        ("`SOAP`", "soap"),
+        ("Muon (float32)", "muon"),
+        ("published SOAP (`reference=True`)", "soap-published"),
+        ("Distributed Shampoo", "distributed-shampoo"),
+        ("AdamW", "adamw"),
+    ],
+)
+def test_the_table_of_trained_losses_is_its_record(label: str, name: str) -> None:
+    summary = json.loads((RECORDS / "optim_training" / "summary.json").read_text(encoding="utf-8"))
+    text = (DOCS / "optimizers.md").read_text(encoding="utf-8").partition("### Beside AdamW")[2]
+    cells = _row(text, label)
+    for place, workload in enumerate(("cifar", "chars", "mnist")):
+        found = summary[workload]["optimizers"][name]
+        shown = cells[3 * place : 3 * place + 3]
+        assert shown[0] == f"{statistics.mean(found['finals']):.3f}"
+        assert len(found["finals"]) >= 3
+        if name != "adamw":  # whose own row has its whole run
+            assert shown[1] == f"{found['steps_to_adamw']:.0f}"
+            assert shown[2] == f"{found['cpu_to_adamw']:.{0 if workload == 'cifar' else 1}f}"
+
+
+@pytest.mark.parametrize(
+    ("label", "ratio"),
+    [
+        ("Shampoo / Distributed Shampoo, default", "Shampoo / Distributed Shampoo"),
+        ("Shampoo / Distributed Shampoo, unpacked (its fastest)", "Shampoo / Distributed Shampoo, unpacked"),
+        ("SOAP / published SOAP, in its view", "SOAP / published SOAP"),
+        ("a step without a refresh / its bare products", "step without refresh / bare products"),
+        ("slowest step / mean step", "slowest step / mean step"),
+    ],
+)
+def test_the_table_of_step_times_is_its_record(label: str, ratio: str) -> None:
+    sets = json.loads((RECORDS / "optim_speed.json").read_text(encoding="utf-8"))["sets"]
+    again = json.loads((RECORDS / "optim_speed_again.json").read_text(encoding="utf-8"))["sets"]
+    wall = {name: found["ratios"]["wall"] for name, found in sets.items()}
+    in_view = "SOAP, as published's view / published SOAP"
+    resnet = wall["resnet18"][in_view if ratio.startswith("SOAP") else ratio]
+    first, second = wall["transformer"][ratio], again["transformer"]["ratios"]["wall"][ratio]
+    shown = _row((DOCS / "optimizers.md").read_text(encoding="utf-8"), label)
+    assert shown == [f"{first:.2f}, {second:.2f}", f"{resnet:.2f}", f"{wall['squares'][ratio]:.2f}"]

@@ -39,6 +39,23 @@ def test_a_spelling_set_during_a_run_means_what_it_means_to_the_constructor(name
     assert torch.equal(params[0], twins[0])
 
 
+def test_betas_changed_in_place_are_taken_up():
+    params = parameters((6, 4))
+    twins, plain = copies(params), copies(params)
+    grads = gradients((6, 4), 6)
+    ours = Shampoo([{"params": params, "betas": [0.9, 0.95]}], 0.01)
+    theirs = Shampoo(twins, 0.01)
+    train(ours, params, [grads[:3]])
+    train(theirs, twins, [grads[:3]])
+    ours.param_groups[0]["betas"][1] = 0.5
+    theirs.param_groups[0]["betas"] = (0.9, 0.5)
+    train(ours, params, [grads[3:]])
+    train(theirs, twins, [grads[3:]])
+    train(Shampoo(plain, 0.01), plain, [grads])
+    assert torch.equal(params[0], twins[0])
+    assert not torch.allclose(params[0], plain[0])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("scale", "typo"), ("refresh", "often"), ("solver", 3), ("decay", "decopled"), ("block_size", 2)],

@@ -26,6 +26,7 @@ from kronscope.optim.live import live_operator
 from kronscope.optim.options import (
     OBJECTS,
     check_layout_options,
+    check_rates,
     checked_group,
     fixed_options,
     hyper_of,
@@ -66,6 +67,7 @@ class KroneckerOptimizer(Optimizer):
     _stacks_for: object
     _planned_with: list[tuple[object, ...]]
     _powers: dict[int, tuple[float, ...]]
+    _hypers: dict[int, tuple[list[object], Hyper]]
     _placement: Placement
     _placed: bool
 
@@ -130,6 +132,16 @@ class KroneckerOptimizer(Optimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         return hyper_of(group, self.family)
 
+    def _known_hyper(self, group: dict[str, Any]) -> Hyper:
+        """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
+        check_rates(group)
+        read = (group[name] for name in self.defaults if name not in ("lr", "weight_decay"))
+        options = [tuple(value) if isinstance(value, list) else value for value in read]
+        known = self._hypers.get(id(group))
+        if known is None or known[0] != options:
+            self._hypers[id(group)] = known = options, self._hyper(group)
+        return known[1]
+
     # --- the step -------------------------------------------------------------------------------------------------
 
     @overload
@@ -158,7 +170,7 @@ class KroneckerOptimizer(Optimizer):
     @_disable_dynamo
     def _step(self) -> None:
         check_layout_options(self.param_groups, self._planned_with)
-        hypers = [self._hyper(group) for group in self.param_groups]
+        hypers = [self._known_hyper(group) for group in self.param_groups]
         active = self._active()
         if not active:
             return
@@ -426,3 +438,4 @@ class KroneckerOptimizer(Optimizer):
         self._stacks = []
         self._stacks_for = None
         self._powers = {}
+        self._hypers = {}

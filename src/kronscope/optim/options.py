@@ -20,10 +20,12 @@ from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import factor_dtype
 
 __all__ = [
+    "CLASS_NAMES",
     "LAYOUT_OPTIONS",
     "OBJECTS",
     "Family",
     "check_layout_options",
+    "check_rates",
     "checked_group",
     "fixed_options",
     "hyper_of",
@@ -43,11 +45,11 @@ Family = Literal["shampoo", "soap", "kl"]
 # Options of the common state machine that an algorithm does not have, at the values that leave them out.
 _FIXED: dict[str, dict[str, object]] = {
     "shampoo": {},
-    # KL-Shampoo's whitening uses the roots that precondition, which are inverse square roots
     "soap": {"exponent": -0.5, "damping": 0.0, "start": 1, "power_rounds": 1, "momentum": 0.0, "nesterov": False},
+    # its whitening uses the roots that precondition, which are inverse square roots
     "kl": {"exponent": -0.5, "power_rounds": 1},
 }
-_NAMES = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
+CLASS_NAMES = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
 
 
 def fixed_options(family: Family) -> dict[str, object]:
@@ -61,6 +63,7 @@ def checked_group(group: dict[str, Any], family: Family) -> dict[str, Any]:
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
     """
+    check_rates(group)
     _check_numbers(group)
     if group["nesterov"] and not group["momentum"] > 0:
         raise OptionError("nesterov needs momentum > 0.")
@@ -117,19 +120,29 @@ def _exponents(group: dict[str, Any]) -> Sequence[Any]:
     return exponent if isinstance(exponent, tuple | list) else (exponent,)
 
 
-def _check_numbers(group: dict[str, Any]) -> None:
-    lr, betas = group["lr"], group["betas"]
+def check_rates(group: dict[str, Any]) -> None:
+    """Check what schedulers change at every step, and the rest of the options does not depend on.
+
+    Raises:
+        OptionError: one of them is not allowed.
+    """
+    lr = group["lr"]
     if isinstance(lr, Tensor):
         # its value is not looked at: it may live on another device
         if lr.ndim:
             raise OptionError(f"a tensor learning rate must be a single number, torch.tensor(1e-3), got {lr!r}.")
     else:
         _check("lr", lr, 0.0, sys.float_info.max)
+    _check("weight_decay", group["weight_decay"], 0.0, math.inf)
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise OptionError(f"betas must be a pair, got {betas!r}.")
     _check("betas[0]", betas[0], 0.0, 1.0, open_end=True)
     _check("betas[1]", betas[1], 0.0, 1.0)
-    for name in ("eps", "weight_decay", "damping"):
+    for name in ("eps", "damping"):
         _check(name, group[name], 0.0, math.inf)
     _check("momentum", group["momentum"], 0.0, 1.0, open_end=True)
     exponents = _exponents(group)
@@ -141,7 +154,7 @@ def _check_family(group: dict[str, Any], family: Family) -> None:
     """Refuse what an algorithm does not have."""
     for name, value in _FIXED[family].items():
         if group[name] != value:
-            raise OptionError(f"{_NAMES[family]} has no option {name!r}; leave it out.")
+            raise OptionError(f"{CLASS_NAMES[family]} has no option {name!r}; leave it out.")
     if family == "kl" and group["betas"][1] == 1:
         raise OptionError("KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1.")
     if family != "soap":

@@ -16,7 +16,7 @@ from kronscope.kron.roots import RootSolver
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.elementwise import elementwise_state
-from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
+from kronscope.optim.options import CLASS_NAMES, LAYOUT_OPTIONS, OBJECTS
 from kronscope.optim.stacks import factor_dtype, initial_state
 
 __all__ = ["check_loaded", "decoded_groups", "encoded_group", "hooks_off", "load_tensors", "on_device", "placed"]
@@ -47,9 +47,8 @@ def decoded_groups(
             old.setdefault(name, group[name])
         old.update({name: group[name] for name in LAYOUT_OPTIONS})
         if old["family"] != family:
-            names = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
-            saver = names.get(str(old["family"]), old["family"])
-            raise StateError(f"the state was saved by {saver}; this optimizer is {names[family]}.")
+            saver = CLASS_NAMES.get(str(old["family"]), old["family"])
+            raise StateError(f"the state was saved by {saver}; this optimizer is {CLASS_NAMES[family]}.")
     return found
 
 
