@@ -1,60 +1,34 @@
-"""The contract of ``ks.measure`` beside its numbers: names, columns, error bars, budgets, interruptions."""
+"""The contract of ``ks.measure`` beside its numbers: names, columns, error bars, invariances, curves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import kronscope as ks
-from kronscope.errors import MemoryBudgetError, ModelError, OptionError
-from kronscope.measures import batch_stream
-from kronscope.measures.progress import Bar
+from kronscope.errors import MemoryBudgetError, ModelError
 from kronscope.testing import oracle
 from tests.gradients import zoo
-from tests.gradients.test_guard import Snapshot
+from tests.measures.small import SHAMPOOS, assert_same, cosines_of, measure, mlp
 
 COLUMNS = [
     *("layer", "rows", "cols", "step", "truth", "labels", "batch_size", "approximation"),
     *("cosine", "stderr", "relative_error", "samples", "seconds"),
 ]
-SHAMPOOS = ("optimal", "shampoo2", "shampoo")
-Data = list[tuple[Any, Tensor]]
-
-
-def _mlp(samples: int = 12, classes: int = 3) -> tuple[nn.Module, Data]:
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, classes)).double()
-    data = (zoo.images(samples, 5), torch.randint(0, classes, (samples,)))
-    return model, [(x, y) for x, y in zip(data[0].split(5), data[1].split(5), strict=True)]
-
-
-def _measure(model: nn.Module, data: Any, loss: nn.Module | None = None, **options: Any) -> ks.Results:
-    return ks.measure(model, loss or nn.CrossEntropyLoss(), data, progress=False, **options)
-
-
-def _cosines(results: ks.Results) -> dict[tuple[str, str], float]:
-    return {(row.layer, row.approximation): row.cosine for row in results}
-
-
-def _assert_same(one: ks.Results, other: ks.Results, tolerance: float = 1e-9) -> None:
-    first, second = _cosines(one), _cosines(other)
-    assert first.keys() == second.keys()
-    for key, value in first.items():
-        assert value == pytest.approx(second[key], abs=tolerance, nan_ok=True), key
 
 
 # ---------------------------------------------------------------------- rows and columns
 
 
 def test_columns_and_their_types() -> None:
-    model, data = _mlp()
-    frame = _measure(model, data, step=7).to_pandas()
+    model, data = mlp()
+    frame = measure(model, data, step=7).to_pandas()
     assert list(frame.columns) == COLUMNS
     assert {
         name: frame[name].dtype.kind for name in ("rows", "cols", "step", "batch_size", "samples")
@@ -74,14 +48,14 @@ def test_columns_and_their_types() -> None:
 
 def test_none_takes_every_matrix_as_stored_flattened_from_dimension_one() -> None:
     model = nn.Sequential(nn.Embedding(7, 3), nn.Conv1d(4, 2, 2), nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, 3))
-    rows = _measure(model.double(), [(torch.randint(0, 7, (6, 4)), torch.randint(0, 3, (6,)))])
+    rows = measure(model.double(), [(torch.randint(0, 7, (6, 4)), torch.randint(0, 3, (6,)))])
     shapes = {row.layer: row.shape for row in rows}
     assert shapes == {"0.weight": (7, 3), "1.weight": (2, 8), "4.weight": (3, 4)}
 
 
 def test_names_globs_slices_and_stacks() -> None:
     model, data = zoo.SeparateProjections().double(), [(zoo.images(5, 3, 5), torch.randint(0, 3, (5,)))]
-    results = _measure(model, data, layers=["?.weight", "q.weight[1:3]", "q.weight+k.weight", "head"])
+    results = measure(model, data, layers=["?.weight", "q.weight[1:3]", "q.weight+k.weight", "head"])
     assert {row.layer: row.shape for row in results} == {
         "q.weight": (4, 5),
         "k.weight": (4, 5),
@@ -90,20 +64,20 @@ def test_names_globs_slices_and_stacks() -> None:
         "q.weight+k.weight": (8, 5),
         "head.weight": (3, 4),
     }
-    assert _measure(model, data, layers="q.weight").layers == ("q.weight",)
+    assert measure(model, data, layers="q.weight").layers == ("q.weight",)
 
 
 def test_labels_default_to_the_truths_own() -> None:
-    model, data = _mlp()
+    model, data = mlp()
     for truth, labels in (("gauss_newton", "exact"), ("empirical_fisher", "real")):
-        own = _measure(model, data, truth=truth)
+        own = measure(model, data, truth=truth)
         assert {row.labels for row in own} == {labels}
-        _assert_same(own, _measure(model, data, truth=truth, labels=labels), 0.0)
+        assert_same(own, measure(model, data, truth=truth, labels=labels), 0.0)
 
 
 def test_the_optimal_product_is_fitted_on_the_truth_whatever_the_labels() -> None:
-    model, data = _mlp()
-    best = [_measure(model, data, labels=labels, batch_size=size) for labels, size in ((None, 1), ("real", 6))]
+    model, data = mlp()
+    best = [measure(model, data, labels=labels, batch_size=size) for labels, size in ((None, 1), ("real", 6))]
     values = [[row.cosine for row in found.select(approximation="optimal")] for found in best]
     assert values[0] == pytest.approx(values[1], abs=1e-12)
     others = [[row.cosine for row in found.select(approximation="shampoo2")] for found in best]
@@ -118,7 +92,7 @@ def test_where_kfac_does_not_exist_its_cosine_is_nan_and_the_row_says_why(kind: 
     else:
         model = nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3))
         inputs, layer = zoo.images(5, 2, 3), "0.weight"
-    results = _measure(model.double(), [(inputs, torch.randint(0, 3, (5,)))], layers=[layer])
+    results = measure(model.double(), [(inputs, torch.randint(0, 3, (5,)))], layers=[layer])
     for row in results:
         if row.approximation == "kfac-reduce":
             assert math.isnan(row.cosine)
@@ -130,10 +104,10 @@ def test_where_kfac_does_not_exist_its_cosine_is_nan_and_the_row_says_why(kind: 
 
 
 def test_a_layer_whose_gradients_vanish_says_so() -> None:
-    model, data = _mlp()
+    model, data = mlp()
     with torch.no_grad():
         next(model[2].parameters()).zero_()  # type: ignore[index]
-    rows = {(row.layer, row.approximation): row for row in _measure(model, data, approximations=SHAMPOOS)}
+    rows = {(row.layer, row.approximation): row for row in measure(model, data, approximations=SHAMPOOS)}
     assert math.isnan(rows["0.weight", "shampoo2"].cosine)
     assert "zero" in rows["0.weight", "shampoo2"].note
     assert rows["2.weight", "shampoo2"].cosine > 0
@@ -147,8 +121,8 @@ def test_approximations_may_be_objects() -> None:
         def fit(self, stream: ks.GradientStream) -> ks.Operator:
             return ks.approx.get("identity").fit(stream)
 
-    model, data = _mlp()
-    found = _measure(model, data, layers="0.weight", approximations=[Half(), "identity"])
+    model, data = mlp()
+    found = measure(model, data, layers="0.weight", approximations=[Half(), "identity"])
     assert [row.approximation for row in found] == ["half", "identity"]
     assert found.rows[0].cosine == found.rows[1].cosine
 
@@ -157,7 +131,7 @@ def test_approximations_may_be_objects() -> None:
 
 
 def test_stderr_is_nan_for_exact_answers_and_a_number_for_estimates() -> None:
-    model, data = _mlp(24)
+    model, data = mlp(24)
     for options, exact in (
         ({}, SHAMPOOS),
         ({"truth": "empirical_fisher"}, SHAMPOOS),
@@ -169,7 +143,7 @@ def test_stderr_is_nan_for_exact_answers_and_a_number_for_estimates() -> None:
         ({"max_columns": 1}, ()),
         ({"estimator": "probes"}, ()),
     ):
-        results = _measure(model, data, approximations=SHAMPOOS, **options)
+        results = measure(model, data, approximations=SHAMPOOS, **options)
         for row in results:
             assert math.isnan(row.stderr) == (row.approximation in exact), (options, row)
             if row.approximation not in exact:
@@ -177,61 +151,61 @@ def test_stderr_is_nan_for_exact_answers_and_a_number_for_estimates() -> None:
 
 
 def test_sampled_labels_with_too_few_samples_for_an_error_bar_still_give_the_cosine() -> None:
-    model, data = _mlp(2)
-    row = _measure(model, data, layers="0.weight", labels="sampled", approximations=["shampoo2"]).rows[0]
+    model, data = mlp(2)
+    row = measure(model, data, layers="0.weight", labels="sampled", approximations=["shampoo2"]).rows[0]
     assert 0 < row.cosine <= 1
     assert math.isnan(row.stderr)
     assert "three" in row.note
 
 
 def test_the_population_needs_samples() -> None:
-    model, data = _mlp(2)
+    model, data = mlp(2)
     with pytest.raises(ks.errors.DataError, match=r"at least three samples, got 2"):
-        _measure(model, data, population=True)
+        measure(model, data, population=True)
 
 
 def test_sampled_labels_come_near_exact_ones_with_many_draws_and_depend_on_the_seed_only() -> None:
-    model, data = _mlp(16)
-    exact = _measure(model, data, approximations=["shampoo2", "shampoo"])
+    model, data = mlp(16)
+    exact = measure(model, data, approximations=["shampoo2", "shampoo"])
     few, again, other = (
-        _measure(model, data, labels="sampled", draws=2, seed=seed, approximations=["shampoo2", "shampoo"])
+        measure(model, data, labels="sampled", draws=2, seed=seed, approximations=["shampoo2", "shampoo"])
         for seed in (1, 1, 2)
     )
-    many = _measure(model, data, labels="sampled", draws=400, approximations=["shampoo2", "shampoo"])
-    assert _cosines(few) == _cosines(again)
-    assert _cosines(few) != _cosines(other)
-    _assert_same(exact, many, 0.01)
+    many = measure(model, data, labels="sampled", draws=400, approximations=["shampoo2", "shampoo"])
+    assert cosines_of(few) == cosines_of(again)
+    assert cosines_of(few) != cosines_of(other)
+    assert_same(exact, many, 0.01)
 
 
 def test_too_many_columns_fall_back_to_draws_and_say_so() -> None:
     torch.manual_seed(1)
-    model, data = _mlp(30, classes=12)
-    exact = _measure(model, data)
-    drawn = _measure(model, data, max_columns=5, accuracy=0.02)
+    model, data = mlp(30, classes=12)
+    exact = measure(model, data)
+    drawn = measure(model, data, max_columns=5, accuracy=0.02)
     assert {row.labels for row in drawn} == {"sampled"}
     assert any("11 exact columns" in note and "label draws" in note for note in drawn.settings["notes"])
     for one, other in zip(exact, drawn, strict=True):
         assert other.note
         assert 0 < other.stderr < 0.1
         assert abs(one.cosine - other.cosine) < 4 * other.stderr, (one, other)
-    assert {row.labels for row in _measure(model, data, max_columns=11)} == {"exact"}
+    assert {row.labels for row in measure(model, data, max_columns=11)} == {"exact"}
 
 
 def test_more_accuracy_means_more_draws() -> None:
-    model, data = _mlp(20, classes=40)
+    model, data = mlp(20, classes=40)
     counts = []
     for accuracy in (0.5, 0.004):
-        results = _measure(model, data, max_columns=5, accuracy=accuracy, approximations=["shampoo2"])
+        results = measure(model, data, max_columns=5, accuracy=accuracy, approximations=["shampoo2"])
         counts.append(int(results.rows[0].note.split("from ")[1].split(" ")[0]))
         assert results.rows[0].stderr < 2 * accuracy
     assert counts[0] == 8 < counts[1]
 
 
 def test_probes_come_near_the_exact_value() -> None:
-    model, data = _mlp(20)
-    exact = _cosines(_measure(model, data))
+    model, data = mlp(20)
+    exact = cosines_of(measure(model, data))
     for count in (5, 400):
-        for row in _measure(model, data, estimator=ks.Probes(count)):
+        for row in measure(model, data, estimator=ks.Probes(count)):
             assert abs(row.cosine - exact[row.layer, row.approximation]) < 6 * row.stderr + 1e-9
             if count == 400:
                 assert row.cosine == pytest.approx(exact[row.layer, row.approximation], abs=0.06)
@@ -246,16 +220,16 @@ def test_a_tiny_budget_streams_and_gives_the_same() -> None:
     data = [(inputs[:7], targets[:7]), (inputs[7:], targets[7:])]
     names = ["optimal", "shampoo2", "shampoo", "kfac-reduce", "kfac-expand", "soap", "diagonal"]
     options: dict[str, Any] = {"layers": "0.weight", "approximations": names}
-    cached, passes = _passes(lambda: _measure(model, data, **options), model)
-    streamed, more = _passes(lambda: _measure(model, data, memory_budget="60KiB", **options), model)
+    cached, passes = _passes(lambda: measure(model, data, **options), model)
+    streamed, more = _passes(lambda: measure(model, data, memory_budget="60KiB", **options), model)
     # a cached sweep sees the data once; without a cache it is captured again for every contraction
     assert more > 3 * passes
-    _assert_same(cached, streamed)
+    assert_same(cached, streamed)
     mixed = {**options, "labels": "real", "batch_size": 5}
-    _assert_same(_measure(model, data, **mixed), _measure(model, data, memory_budget="60KiB", **mixed))
+    assert_same(measure(model, data, **mixed), measure(model, data, memory_budget="60KiB", **mixed))
     bars = {**options, "population": True, "approximations": ["shampoo2", "kfac-reduce"]}
-    one, other = (_measure(model, data, memory_budget=budget, **bars) for budget in (None, "60KiB"))
-    _assert_same(one, other)
+    one, other = (measure(model, data, memory_budget=budget, **bars) for budget in (None, "60KiB"))
+    assert_same(one, other)
     assert [row.stderr for row in one] == pytest.approx([row.stderr for row in other], rel=1e-6)
 
 
@@ -275,20 +249,20 @@ def test_a_budget_below_a_layers_factors_raises_by_name_and_skips_with_a_warning
     model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, 3)).double()
     data = [(zoo.images(4, 40), torch.randint(0, 3, (4,)))]
     with pytest.raises(MemoryBudgetError, match=r"0\.weight.*needs .*KiB for its factors.*raise memory_budget"):
-        _measure(model, data, layers=["0.weight"], memory_budget=20_000)
+        measure(model, data, layers=["0.weight"], memory_budget=20_000)
     with pytest.warns(UserWarning, match=r"skipped: layer '0\.weight'"):
-        results = _measure(model, data, memory_budget=20_000)
+        results = measure(model, data, memory_budget=20_000)
     assert results.layers == ("1.weight",)
     assert any("0.weight" in note for note in results.settings["notes"])
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(MemoryBudgetError, match="no layer fits"):
-        _measure(model, data, memory_budget=100)
+        measure(model, data, memory_budget=100)
 
 
 def test_how_the_data_is_cut_into_batches_changes_nothing() -> None:
     model, inputs, targets = zoo.Transformer().double(), zoo.images(11, 3, 5), torch.randint(0, 3, (11,))
     for options in ({}, {"labels": "sampled", "draws": 2}, {"labels": "real", "batch_size": 3}, {"population": True}):
         found = [
-            _measure(
+            measure(
                 model,
                 list(zip(inputs.split(size), targets.split(size), strict=True)),
                 layers=["blocks.0.qkv.weight[0:4]", "head"],
@@ -297,59 +271,59 @@ def test_how_the_data_is_cut_into_batches_changes_nothing() -> None:
             )
             for size in (1, 4, 11)
         ]
-        _assert_same(found[0], found[1])
-        _assert_same(found[0], found[2])
+        assert_same(found[0], found[1])
+        assert_same(found[0], found[2])
 
 
 def test_both_back_ends_agree() -> None:
-    model, data = _mlp()
-    _assert_same(
-        _measure(model, data, backend="hooks", approximations=SHAMPOOS),
-        _measure(model, data, backend="func", approximations=SHAMPOOS),
+    model, data = mlp()
+    assert_same(
+        measure(model, data, backend="hooks", approximations=SHAMPOOS),
+        measure(model, data, backend="func", approximations=SHAMPOOS),
     )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
 def test_models_of_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
-    model, data = _mlp(20)
-    exact = _measure(model, data)
+    model, data = mlp(20)
+    exact = measure(model, data)
     narrow = [(x.to(dtype), y) for x, y in data]
-    found = _measure(model.to(dtype), narrow)
-    _assert_same(exact, found, tolerance)
+    found = measure(model.to(dtype), narrow)
+    assert_same(exact, found, tolerance)
     # no better than it can be: the numbers differ, so the model was not widened unseen
-    assert _cosines(exact) != _cosines(found)
+    assert cosines_of(exact) != cosines_of(found)
 
 
 def test_max_samples_takes_the_first() -> None:
-    model, data = _mlp(12)
-    _assert_same(_measure(model, data, max_samples=7), _measure(model, [data[0], (data[1][0][:2], data[1][1][:2])]))
-    assert {row.samples for row in _measure(model, data, max_samples=7)} == {7}
+    model, data = mlp(12)
+    assert_same(measure(model, data, max_samples=7), measure(model, [data[0], (data[1][0][:2], data[1][1][:2])]))
+    assert {row.samples for row in measure(model, data, max_samples=7)} == {7}
 
 
 # ---------------------------------------------------------------------- curves
 
 
 def test_the_exponent_curve_passes_through_shampoo_and_its_square() -> None:
-    model, data = _mlp()
+    model, data = mlp()
     for options in ({}, {"labels": "real"}, {"labels": "real", "batch_size": 5}, {"labels": "exact", "batch_size": 5}):
-        results = _measure(model, data, layers="0.weight", details=["exponents"], **options)
+        results = measure(model, data, layers="0.weight", details=["exponents"], **options)
         (curve,) = results.details
         values = dict(zip(curve.series("exponent"), curve.series("cosine"), strict=True))
-        cosines = _cosines(results)
+        cosines = cosines_of(results)
         assert values[1.0] == pytest.approx(cosines["0.weight", "shampoo2"], abs=1e-12), options
         assert values[0.5] == pytest.approx(cosines["0.weight", "shampoo"], abs=1e-12), options
         assert curve.batch_size == options.get("batch_size", 1)
 
 
 def test_the_batch_size_curve_passes_through_the_rows() -> None:
-    model, data = _mlp()
+    model, data = mlp()
     for replacement in (True, False):
         options: dict[str, Any] = {"layers": "0.weight", "labels": "real", "replacement": replacement}
-        (curve,) = _measure(model, data, details=["batch_sizes"], **options).details
+        (curve,) = measure(model, data, details=["batch_sizes"], **options).details
         sizes = [int(size) for size in curve.series("batch_size")]
         assert sizes == [1, 2, 4, 8, 12]
         for size, *values in zip(sizes, curve.series("shampoo2"), curve.series("shampoo"), strict=True):
-            cosines = _cosines(_measure(model, data, batch_size=size, **options))
+            cosines = cosines_of(measure(model, data, batch_size=size, **options))
             expected = [cosines["0.weight", name] for name in ("shampoo2", "shampoo")]
             assert values == pytest.approx(expected, abs=1e-12)
         assert not curve.series("optimal")
@@ -357,8 +331,8 @@ def test_the_batch_size_curve_passes_through_the_rows() -> None:
 
 
 def test_the_spectrum_is_that_of_the_rearranged_matrix() -> None:
-    model, data = _mlp()
-    (curve,) = _measure(model, data, layers="0.weight", details=["spectrum"]).details
+    model, data = mlp()
+    (curve,) = measure(model, data, layers="0.weight", details=["spectrum"]).details
     inputs, targets = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
     H = oracle.gauss_newton(model, nn.CrossEntropyLoss(), inputs, targets, "0.weight")
     u, sigma, vh = torch.linalg.svd(oracle.rearrange(H, (4, 5)))
@@ -384,15 +358,15 @@ def test_models_of_dictionaries_and_output_objects() -> None:
             return SimpleNamespace(logits=self.inner(features) * scale, hidden=features)
 
     model, (x, y) = Wordy().double(), (zoo.images(6, 5), torch.randint(0, 3, (6,)))
-    plain = _measure(model.inner, [(x, y)], layers="weight")
-    named = [row.cosine for row in _measure(model, [({"features": x}, y)])]
+    plain = measure(model.inner, [(x, y)], layers="weight")
+    named = [row.cosine for row in measure(model, [({"features": x}, y)])]
     assert named == pytest.approx([row.cosine for row in plain], abs=1e-12)
-    found = _measure(model, [({"z": x, "note": "kept"}, y)], forward=lambda m, inputs: m(inputs["z"], scale=2.0).logits)
-    doubled = _measure(nn.Sequential(model.inner, _Double()), [(x, y)])
+    found = measure(model, [({"z": x, "note": "kept"}, y)], forward=lambda m, inputs: m(inputs["z"], scale=2.0).logits)
+    doubled = measure(nn.Sequential(model.inner, _Double()), [(x, y)])
     assert [row.cosine for row in found] == pytest.approx([row.cosine for row in doubled], abs=1e-12)
     assert [row.cosine for row in found] != pytest.approx(named, abs=1e-6)
     with pytest.raises(ModelError, match=r"no logits.*forward="):
-        _measure(nn.LSTM(5, 3).double(), [(x[:, None], y)])
+        measure(nn.LSTM(5, 3).double(), [(x[:, None], y)])
 
 
 class _Double(nn.Module):
@@ -401,254 +375,6 @@ class _Double(nn.Module):
 
 
 def test_the_result_says_that_a_model_in_training_mode_was_measured_in_eval_mode() -> None:
-    model, data = _mlp()
-    assert "training mode" in _measure(model.train(), data).settings["measured in"]
-    assert "training mode" not in _measure(model.eval(), data).settings["measured in"]
-
-
-# ---------------------------------------------------------------------- leaving no trace
-
-
-def _lively() -> tuple[nn.Module, DataLoader[Any]]:
-    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 3))
-    model = model.double().train()
-    model[1].eval()
-    model[4].weight.requires_grad_(False)
-    model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[arg-type]
-    next(model[0].parameters()).register_hook(lambda grad: 2 * grad)
-    model[1].register_forward_hook(lambda *_: None)
-    data = TensorDataset(zoo.images(10, 3, 4), torch.randint(0, 3, (10,)))
-    return model, DataLoader(data, batch_size=4, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("options", [{}, {"labels": "sampled"}, {"population": True}, {"memory_budget": "64KiB"}])
-def test_nothing_changes(options: dict[str, Any]) -> None:
-    model, loader = _lively()
-    before = Snapshot(model, loader)
-    _measure(model, loader, approximations=ks.approx.names(), details=["spectrum", "exponents"], **options)
-    before.check(model, loader)
-
-
-@pytest.mark.parametrize("calls", [1, 3, 6, 9, 14])
-@pytest.mark.parametrize("budget", [None, "64KiB"])
-def test_nothing_changes_when_it_raises_in_the_middle(calls: int, budget: str | None) -> None:
-    model, loader = _lively()
-    before, total = Snapshot(model, loader), [0]
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        total[0] += 1
-        torch.rand(1)
-        out: Tensor = model(x)
-        if total[0] == calls:
-            raise ZeroDivisionError
-        return out
-
-    with pytest.raises(ZeroDivisionError):
-        _measure(model, loader, forward=forward, memory_budget=budget)
-    before.check(model, loader)
-
-
-# ---------------------------------------------------------------------- Ctrl-C
-
-
-class _Interrupting:
-    """Data on which Ctrl-C is pressed at the n-th sweep."""
-
-    def __init__(self, data: Data, sweep: int) -> None:
-        self.data, self.sweep, self.sweeps = data, sweep, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.sweeps += 1
-        yield self.data[0]
-        if self.sweeps == self.sweep:
-            raise KeyboardInterrupt
-        yield from self.data[1:]
-
-
-@pytest.mark.parametrize("sweep", [1, 2])
-def test_ctrl_c_while_reading_the_data_returns_what_is_there(sweep: int) -> None:
-    model, data = _mlp()
-    before = Snapshot(model)
-    results = _measure(model, _Interrupting(data, sweep))
-    assert results.partial
-    assert len(results) == 0
-    before.check(model)
-
-
-def test_ctrl_c_while_measuring_keeps_the_rows_that_are_done() -> None:
-    class Pressed:
-        name, title, calls = "pressed", "pressed", 0
-
-        def fit(self, stream: ks.GradientStream) -> ks.Operator:
-            self.calls += 1
-            if self.calls == 2:
-                raise KeyboardInterrupt
-            return ks.approx.get("identity").fit(stream)
-
-    model, data = _mlp()
-    results = _measure(model, data, approximations=["shampoo2", Pressed(), "shampoo"])
-    assert results.partial
-    assert [(row.layer, row.approximation) for row in results] == [
-        ("0.weight", "shampoo2"),
-        ("0.weight", "pressed"),
-        ("0.weight", "shampoo"),
-        ("2.weight", "shampoo2"),
-    ]
-    whole = _cosines(_measure(model, data))
-    assert results.rows[3].cosine == whole["2.weight", "shampoo2"]
-    assert "partial" in str(results).lower() or "interrupted" in str(results).lower()
-
-
-# ---------------------------------------------------------------------- errors
-
-
-def _refused(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
-    model, data = _mlp()
-    x, y = data[0]
-    if kind == "unreached":
-        return (
-            nn.ModuleDict({"used": model, "spare": nn.Linear(2, 2).double()}),
-            data,
-            {
-                "layers": ["spare.weight"],
-                "forward": lambda m, inputs: m["used"][2](m["used"][1](m["used"][0](inputs))),
-            },
-        )
-    if kind == "non-finite activations":
-        return model, [data[0], (torch.full_like(x, math.nan), y)], {}
-    loader = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
-    return {
-        "unknown": (model, data, {"layers": ["0.wieght"]}),
-        "one-dimensional": (model, data, {"layers": ["0.bias"]}),
-        "one-shot": (model, iter(data), {}),
-        "shuffling": (model, loader, {}),
-        "label range": (model, [data[0], (x, y + 3)], {}),
-        "empty": (model, [], {}),
-        "no samples": (model, [(x[:0], y[:0])], {}),
-        "not pairs": (model, [x], {}),
-        "mixing": (nn.Sequential(_Mixing(), model), data, {}),
-    }[kind]
-
-
-class _Mixing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("unknown", ks.errors.LayerError, r"0\.wieght.*nearest names are: .*0\.weight"),
-        ("one-dimensional", ks.errors.LayerError, r"0\.bias.*is not a matrix"),
-        ("unreached", ks.errors.LayerError, r"does not depend on 'spare\.weight'.*Leave it out.*forward="),
-        ("non-finite activations", ks.errors.NonFiniteError, r"NaN or infinity.*check these samples"),
-        ("one-shot", ks.errors.DataError, r"only once.*list\(iterator\)"),
-        ("shuffling", ks.errors.DataError, r"shuffles.*shuffle=False"),
-        ("label range", ks.errors.LabelError, r"0\.\.2.*got [345]"),
-        ("empty", ks.errors.DataError, r"empty.*at least one batch"),
-        ("no samples", ks.errors.DataError, r"empty.*at least one batch"),
-        ("not pairs", ks.errors.DataError, r"must be a pair.*wrap"),
-        ("mixing", ModelError, r"mix"),
-    ],
-)
-def test_errors_say_what_to_do(kind: str, error: type[Exception], text: str) -> None:
-    model, data, options = _refused(kind)
-    before = torch.get_rng_state()
-    with pytest.raises(error, match=text):
-        _measure(model, data, **options)
-    assert torch.equal(before, torch.get_rng_state())
-    assert issubclass(error, ks.errors.KronscopeError)
-
-
-def test_data_that_changes_between_sweeps_is_refused() -> None:
-    class Fresh:
-        def __iter__(self) -> Iterator[Any]:
-            generator = torch.Generator().manual_seed(id(self) + len(seen))
-            seen.append(1)
-            yield torch.randn(4, 5, dtype=torch.float64, generator=generator), torch.zeros(4, dtype=torch.long)
-
-    seen: list[int] = []
-    model, _ = _mlp()
-    with pytest.raises(ks.errors.DataError, match=r"differs from what it was.*list\(loader\)"):
-        _measure(model, Fresh())
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"truth": "hessian"}, r"truth must be one of .*gauss_newton.*'hessian'"),
-        ({"labels": "true"}, r"labels must be one of .*exact.*'true'"),
-        ({"batch_size": 0}, r"batch_size must be a whole number of 1 or more, got 0"),
-        ({"batch_size": 2.0}, r"batch_size must be a whole number"),
-        ({"draws": 0}, r"draws must be a whole number"),
-        ({"max_samples": 0}, r"max_samples must be a whole number of 1 or more"),
-        ({"estimator": "guess"}, r"estimator must be 'exact', 'probes'"),
-        ({"estimator": "probes", "population": True}, r"population=True needs the exact estimator"),
-        ({"details": ["everything"]}, r"details may be"),
-        ({"accuracy": 0.0}, r"accuracy must be positive"),
-        ({"approximations": ["shampo"]}, r"no approximation 'shampo'; did you mean.*'shampoo"),
-        ({"approximations": []}, r"at least one approximation"),
-        ({"memory_budget": "lots"}, r"memory_budget must be bytes or a text like '2GiB'"),
-        ({"memory_budget": -1}, r"memory_budget must be positive"),
-        ({"backend": "magic"}, r"backend must be one of"),
-        ({"labels": "real", "batch_size": 100, "replacement": False}, r"100 cannot be drawn from 12 samples"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
-    model, data = _mlp()
-    with pytest.raises(OptionError, match=text):
-        _measure(model, data, **options)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        nn.L1Loss(),
-        nn.CrossEntropyLoss(weight=torch.ones(3)),
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-        nn.CrossEntropyLoss(reduction="none"),
-    ],
-)
-def test_losses_that_cannot_be_honoured_are_refused(loss: nn.Module) -> None:
-    model, data = _mlp()
-    with pytest.raises(OptionError):
-        _measure(model, data, loss)
-
-
-def test_verbose_prints_how_each_layer_is_captured(capfd: pytest.CaptureFixture[str]) -> None:
-    model, data = _mlp()
-    results = _measure(model, data, verbose=True)
-    printed = capfd.readouterr().err
-    for name in ("0.weight (4x5): hooks", "2.weight (3x4): hooks"):
-        assert name in printed
-    assert results.settings["capture"]["0.weight"] in printed
-
-
-def test_the_batch_lemmas_closed_form_is_the_expectation_over_all_batches() -> None:
-    G = torch.randn(4, 2, 3, dtype=torch.float64)
-    stream = ks.GradientStream.from_tensors(G)
-    for replacement, size in ((True, 3), (False, 3), (False, 4)):
-        pool = (
-            torch.cartesian_prod(*[torch.arange(4)] * size)
-            if replacement
-            else torch.combinations(torch.arange(4), size)
-        )
-        means = G[pool].mean(1).flatten(1)
-        expected = size * means.T @ means / len(means)
-        found = ks.SecondMoment(batch_stream(stream, size, replacement=replacement)).to_dense()
-        assert torch.allclose(found, expected, atol=1e-13)
-
-
-def test_the_progress_bar_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    ended = Bar.__exit__
-
-    def at_the_end(bar: Bar, *error: Any) -> None:
-        seen.extend(task.completed - (task.total or 0) for task in bar._progress.tasks)
-        ended(bar, *error)
-
-    monkeypatch.setattr(Bar, "__exit__", at_the_end)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    data = [(torch.randn(8, 4), torch.randint(2, (8,)))]
-    ks.measure(model, nn.CrossEntropyLoss(), data, details=("exponents",))
-    assert seen == [0]
+    model, data = mlp()
+    assert "training mode" in measure(model.train(), data).settings["measured in"]
+    assert "training mode" not in measure(model.eval(), data).settings["measured in"]
