@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kronscope.kron.threads import in_threads
+from kronscope.kron.threads import divided, in_threads
 
 
 @pytest.fixture(params=[2, 3])
@@ -57,6 +62,45 @@ def test_an_error_arrives_after_all_have_ended(threads):
     assert sorted(ended) == [1, 2]
 
 
+def test_after_an_interrupt_nothing_goes_on(threads):
+    begun, ended = [], []
+
+    def slow() -> None:
+        begun.append(1)
+        if len(begun) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads([slow] * 40)
+    assert len(begun) == len(ended) < 40
+    time.sleep(0.5)
+    assert len(begun) == len(ended)
+
+
 def test_gradients_are_not_recorded(threads):
     assert in_threads([torch.is_grad_enabled] * 2) == [False, False]
     assert torch.is_grad_enabled()
+
+
+@given(costs=st.lists(st.floats(0.1, 100.0), max_size=30).map(tuple), workers=st.integers(1, 8))
+def test_pieces_are_divided_so_that_no_thread_waits_for_long(costs, workers):
+    alone, apart = divided(costs, workers)
+    assert sorted(alone + apart) == list(range(len(costs)))
+    if workers == 1:
+        assert not apart
+    # the next free thread takes the next piece
+    ends = [0.0] * workers
+    for index in apart:
+        ends[ends.index(min(ends))] += costs[index]
+    assert max(ends) <= 1.1 * sum(ends) / workers + 1e-9
+    if alone and apart:
+        assert min(costs[index] for index in alone) >= max(costs[index] for index in apart)
+
+
+def test_a_single_piece_takes_all_threads_and_many_equal_ones_take_one_each():
+    assert divided((5.0,), 2) == ((0,), ())
+    assert divided((5.0,) * 4, 2) == ((), (0, 1, 2, 3))
+    assert divided((5.0,) * 3, 2) == ((0,), (1, 2))
+    assert divided((), 2) == ((), ())

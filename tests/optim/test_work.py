@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo, WarmQR
-from kronscope.optim.work import Work, take_roots
+from kronscope.optim import work as work_module
+from kronscope.optim.work import Work, portions, take_roots
 from tests.optim.tools import copies, gradients, parameters, train
 
 MAKERS: dict[str, Any] = {
@@ -35,7 +36,8 @@ def all_due(optimizer: Any, grads: list[torch.Tensor]) -> Work:
     stack = optimizer._stacks[0]
     stack.tensors = {name: tensor.clone() for name, tensor in stack.tensors.items()}
     stack.phase.zero_()
-    work = Work(stack, stack.members, torch.stack(grads), optimizer._hyper(optimizer.param_groups[0]), 4)
+    work = Work(stack, stack.members, [grad[None] for grad in grads], optimizer._hyper(optimizer.param_groups[0]), 4)
+    work.take_in()
     assert sum(index.numel() for _, index in work.due) == 4
     return work
 
@@ -56,6 +58,48 @@ def test_roots_in_threads_are_those_of_one_thread_to_the_last_bit(name, two_thre
         take_roots([work])
         results.append(work.state)
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "grafted", "blocks", "momentum"])
+def test_portions_in_threads_give_the_numbers_of_one_stack(name, two_threads, monkeypatch):
+    """Also where some members have no gradient, so that a portion has gaps, and where a parameter has several tiles."""
+    makers = {
+        **MAKERS,
+        "grafted": lambda p: Shampoo(p, 1e-2, refresh=3, exponent=-0.25, scale="adam", betas=(0.9, 0.99)),
+        "blocks": lambda p: Shampoo(p, 1e-2, refresh=3, block_size=4),
+        "momentum": lambda p: Shampoo(p, 1e-2, refresh=3, momentum=0.5, weight_decay=0.1, decay="cautious"),
+    }
+    shapes = [(6, 5)] * 7 + [(5, 6)] * 2 + [(4, 3, 2, 2)] * 3
+    params, grads = parameters(*shapes), [gradients(shape, 8, seed=i) for i, shape in enumerate(shapes)]
+    others = copies(params)
+    plain, cut = makers[name](params), makers[name](others)
+
+    def step(optimizer: Any, targets: list[Any], number: int) -> None:
+        for place, (param, grad) in enumerate(zip(targets, grads, strict=True)):
+            param.grad = None if (place + number) % 5 == 0 and number > 2 else grad[number].clone()
+        optimizer.step()
+
+    for number in range(8):
+        step(plain, params, number)
+        with monkeypatch.context() as patch:
+            patch.setattr(work_module, "_PORTION", 70)
+            patch.setattr(work_module, "_LEAST_COST", 0)
+            patch.setattr(work_module, "_LEAST_IN_THREADS", 1)
+            step(cut, others, number)
+        for mine, theirs in zip(params, others, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_a_portion_has_neighbours_only_and_is_small():
+    params = parameters(*[(6, 5)] * 7)
+    optimizer = Shampoo(params, 1e-2)
+    train(optimizer, params, [gradients((6, 5), 1, seed=i) for i in range(7)])
+    stack = optimizer._stacks[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_module, "_PORTION", 70)
+        found = list(portions(stack, stack.members))
+    assert [[member.start for member in portion] for portion in found] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert len(list(portions(stack, stack.members))) == 1
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -46,7 +46,7 @@ from kronscope.optim.state import (
     on_device,
     placed,
 )
-from kronscope.optim.work import Work, take_roots
+from kronscope.optim.work import Work, portions, together
 
 __all__ = ["KroneckerOptimizer"]
 
@@ -285,15 +285,10 @@ class KroneckerOptimizer(Optimizer):
                 if member.param in active:
                     cohorts.setdefault(int(self.state[member.param]["step"]), []).append(member)
             for step, members in cohorts.items():
-                grads = stack.gather(exchange.blocks, members, factor_dtype(members[0].param))
-                works.append(Work(stack, members, grads, hypers[stack.group], step, anew=stack.group in anew))
-        take_roots(works)
-        for work in works:
-            update = work.finish()
-            offset = 0
-            for member in work.members:
-                exchange.put(member, update[offset : offset + member.tile.count])
-                offset += member.tile.count
+                for portion in portions(stack, members):
+                    grads = [exchange.blocks(member) for member in portion]
+                    works.append(Work(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
+        together(works, exchange.put)
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         """Change ``targets``: the parameters, or the parts or copies of them that this process changes."""

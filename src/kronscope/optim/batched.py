@@ -12,7 +12,14 @@ from torch import Tensor
 from kronscope.kron.roots import solve_roots
 from kronscope.kron.triangles import pack, stored_traces, unpack
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
-from kronscope.optim.grafts import adam_graft, graft_direction, rescaled, update_second_moment
+from kronscope.optim.grafts import (
+    adam_graft,
+    block_norms,
+    graft_direction,
+    rescaled,
+    update_second_moment,
+    with_lengths_of,
+)
 from kronscope.optim.pieces import (
     Tensors,
     add_gram,
@@ -58,11 +65,11 @@ class Moments(NamedTuple):
 
     Attributes:
         mean: Mean of the gradients, not corrected for its bias; for SOAP the finished update.
-        graft: The update of the grafted optimizer, where it came in the same pass.
+        lengths: The lengths (B, 1, ...) of the grafted optimizer's updates, where they came in the same pass.
     """
 
     mean: Tensor
-    graft: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Moments:
@@ -81,7 +88,7 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
             add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
     graft = adam_graft(state, grads, hyper, step)
     if graft is not None:
-        return Moments(state["exp_avg"], graft)
+        return Moments(state["exp_avg"], block_norms(graft))
     if "graft_sq" in state:
         update_second_moment(state["graft_sq"], grads, hyper)
     if hyper.beta1 == 0:
@@ -117,26 +124,27 @@ def direction(
     state: Tensors, moments: Moments, factored: Sequence[bool], hyper: Hyper, step: int, *, peek: bool = False
 ) -> Tensor:
     """Return the updates of a stack from what :func:`accumulate` returned; ``peek`` forms the last ones again."""
-    mean, graft = moments
+    mean = moments.mean
     if hyper.family == "soap":
-        return rescaled(mean, None, hyper)
+        return rescaled(mean, hyper)
     correction = 1 - hyper.beta1**step if hyper.beta1 > 0 else 1.0
-    preconditioned = step >= hyper.start
-    if isinstance(hyper.scale, Graft) and graft is None:
-        graft = graft_direction(mean / correction, state.get("graft_sq"), hyper, step)
-    if graft is not None and not preconditioned:
-        update = graft
-    elif not preconditioned:
-        update = mean / correction
+    grafted = isinstance(hyper.scale, Graft)
+
+    def graft() -> Tensor:
+        return graft_direction(mean / correction, state.get("graft_sq"), hyper, step)
+
+    if step >= hyper.start:
+        update = _preconditioned(state, mean, factored)
     else:
-        update = _preconditioned(state, mean, factored, hyper, step)
-    if graft is None or preconditioned:
-        weights = _weights(state, mean, factored, hyper, step, preconditioned)
+        update = graft() if grafted else mean / correction
+    if grafted and step >= hyper.start:
+        update = with_lengths_of(graft, update, moments.lengths)
+    elif not grafted:
+        weights = _weights(state, mean, factored, hyper, step, step >= hyper.start)
         if weights is not None:
-            # a graft or a fixed length needs no correction of the mean: it rescales anyway
-            weights = weights / correction if preconditioned else weights
+            weights = weights / correction if step >= hyper.start else weights
             update.mul_(weights.view(-1, *[1] * (mean.ndim - 1)))
-        update = rescaled(update, graft, hyper)
+        update = rescaled(update, hyper)
     if hyper.momentum > 0:
         buffer = state["momentum"]
         if not peek:
@@ -150,7 +158,7 @@ def _traces(state: Tensors, mode: int, size: int, hyper: Hyper, step: int) -> Te
     return stored_traces(state[f"factor{mode}"]) / hyper.correction2(step) + ridge_of(hyper).eps * size
 
 
-def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
+def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool]) -> Tensor:
     if mean.ndim == 3:
         update = torch.bmm(unpack(state["root0"]), mean) if factored[0] else mean
         return torch.bmm(update, unpack(state["root1"])) if factored[1] else update
@@ -164,8 +172,8 @@ def _preconditioned(state: Tensors, mean: Tensor, factored: Sequence[bool], hype
 def _weights(
     state: Tensors, mean: Tensor, factored: Sequence[bool], hyper: Hyper, step: int, preconditioned: bool
 ) -> Tensor | None:
-    """Return the factor (B,) in front of the product of roots, which were divided by their traces; None for a graft."""
-    if isinstance(hyper.scale, Graft | Norm) or (hyper.scale is None and not preconditioned):
+    """Return the factor (B,) in front of the product of roots, which were divided by their traces; None for one."""
+    if isinstance(hyper.scale, Norm) or (hyper.scale is None and not preconditioned):
         return None
     modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
     now = {mode: _traces(state, mode, mean.shape[1 + mode], hyper, step) for mode in modes}

@@ -8,7 +8,7 @@ from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 
-__all__ = ["ELEMENT_COST", "block_work", "layout_work", "refresh_cost"]
+__all__ = ["ELEMENT_COST", "block_work", "layout_work", "refresh_cost", "step_cost"]
 
 # An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
 # multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
@@ -29,17 +29,25 @@ def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
     return basis * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
 
 
+def step_cost(tile: Tile, hyper: Hyper) -> float:
+    """Return the cost of a step of one block without roots, in multiply-adds of a matrix product."""
+    return _products(tile, hyper) + 1.5 * ELEMENT_COST * math.prod(tile.block)
+
+
 def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
     """Return multiply-adds of a step of one block, roots spread over their period, and its cost in the same unit."""
+    roots = sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / hyper.refresh.period
+    return _products(tile, hyper) + roots + 15.0 * math.prod(tile.block), step_cost(tile, hyper) + roots
+
+
+def _products(tile: Tile, hyper: Hyper) -> float:
     # one Gram matrix and one multiplication by the root, or two turns of SOAP's bases
     passes = 3 if hyper.family == "soap" else 2 + (hyper.family == "kl") + (hyper.power_rounds - 1)
     entries = math.prod(tile.block)
-    sizes = [tile.block[mode] for mode in tile.modes]
     # of a Gram matrix that is kept as a triangle only the lower panels are formed
     saves = not hyper.published and hyper.power_rounds == 1
-    products = sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
-    roots = sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / hyper.refresh.period
-    return products + roots + 15.0 * entries, products + roots + 1.5 * ELEMENT_COST * entries
+    sizes = [tile.block[mode] for mode in tile.modes]
+    return sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
 
 
 def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]:

@@ -221,5 +221,5 @@ def _peek(
         if hyper.beta1 == 0:
             for mode in tile.modes:
                 mean = batched_times(state[f"basis{mode}"].mT, mean, mode)
-        return rescaled(soap_direction(state, mean, tile.modes, hyper, step), None, hyper)
+        return rescaled(soap_direction(state, mean, tile.modes, hyper, step), hyper)
     return direction(state, Moments(mean), tile.factored, hyper, step, peek=True)

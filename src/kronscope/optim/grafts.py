@@ -8,12 +8,21 @@ With the bias-corrected gradient mean :math:`M` and the second moment :math:`v`,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
 
-__all__ = ["adam_graft", "block_norms", "graft_direction", "rescaled", "update_second_moment"]
+__all__ = [
+    "adam_graft",
+    "block_norms",
+    "graft_direction",
+    "rescaled",
+    "update_second_moment",
+    "with_lengths_of",
+]
 
 
 def update_second_moment(second: Tensor, grads: Tensor, hyper: Hyper) -> None:
@@ -76,17 +85,25 @@ def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int)
     return direction
 
 
-def rescaled(direction: Tensor, graft: Tensor | None, hyper: Hyper) -> Tensor:
-    """Give each block its length: the graft's, a fixed one, or its own up to a bound; in place where possible."""
+def with_lengths_of(graft: Callable[[], Tensor], direction: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Give each block of ``direction`` the length of the grafted optimizer's; in place where possible.
+
+    Args:
+        graft: Returns the grafted updates.
+        direction: Updates (B, ...).
+        lengths: Lengths (B, 1, ...) of the grafted updates, if they are known.
+    """
+    wanted = block_norms(graft()) if lengths is None else lengths
+    own = block_norms(direction)
+    usable = own > 0
+    out = direction.mul_(torch.where(usable, wanted / torch.where(usable, own, torch.ones_like(own)), own))
+    # a direction of length zero has nothing to stretch: the grafted update itself is the honest fallback
+    return out if _all_true(usable) else torch.where(usable, out, graft())
+
+
+def rescaled(direction: Tensor, hyper: Hyper) -> Tensor:
+    """Give each block its length: a fixed one, or its own up to a bound; in place where possible."""
     scale = hyper.scale
-    if isinstance(scale, Graft):
-        assert graft is not None
-        lengths, wanted = block_norms(direction), block_norms(graft)
-        usable = lengths > 0
-        ratio = torch.where(usable, wanted / torch.where(usable, lengths, torch.ones_like(lengths)), lengths)
-        out = direction.mul_(ratio)
-        # a direction of length zero has nothing to stretch: the grafted update itself is the honest fallback
-        return torch.where(usable, out, graft) if not _all_true(usable) else out
     if isinstance(scale, Norm):
         lengths = block_norms(direction)
         wanted_rms = scale.rms * direction[0].numel() ** 0.5

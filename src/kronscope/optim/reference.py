@@ -172,7 +172,7 @@ def _reference_soap(
                 state["exp_avg"].copy_(_times(turn, state["exp_avg"], mode))
             state["exp_avg_sq"].copy_(_times(turn**2, state["exp_avg_sq"], mode))
             state[f"basis{mode}"].copy_(new)
-    return rescaled(update.unsqueeze(0), None, hyper)[0]
+    return rescaled(update.unsqueeze(0), hyper)[0]
 
 
 def _times(matrix: Tensor, tensor: Tensor, mode: int) -> Tensor:

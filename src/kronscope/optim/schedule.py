@@ -86,27 +86,27 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[f
 
 
 def due_blocks(
-    stack: Stack, rows: Tensor | None, hyper: Hyper, step: int, *, anew: bool = False
+    stack: Stack, rows: slice | Tensor, hyper: Hyper, step: int, *, anew: bool = False
 ) -> list[Tensor | None]:
     """Return for each mode which blocks' roots the schedule wants now (or wants looked at), None for no block.
 
     Args:
         stack: The stack.
-        rows: Which of its blocks take part; None for all.
+        rows: Which of its blocks take part.
         hyper: Options.
         step: The step these blocks are at.
         anew: Every root is due, whatever the schedule says.
     """
     at, period = hyper.schedule_step(step), hyper.refresh.period
-    count = stack.count if rows is None else rows.numel()
+    count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
     due: list[Tensor | None] = []
     for mode, has_factor in enumerate(stack.factored):
         if not has_factor or at < 1 or (hyper.family != "soap" and step < hyper.start):
             due.append(None)
         elif anew or hyper.refresh.takes_all(at):
             due.append(torch.arange(count))
-        elif rows is None:
-            due.append(stack.due(mode, (at - 1) % period, period))
+        elif isinstance(rows, slice):
+            due.append(stack.due(mode, (at - 1) % period, period, rows))
         else:
             index = (stack.phase[rows, mode] % period == (at - 1) % period).nonzero().flatten()
             due.append(index if index.numel() else None)

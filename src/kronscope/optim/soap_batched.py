@@ -24,7 +24,15 @@ from kronscope.kron.triangles import unpack
 from kronscope.optim.config import Hyper
 from kronscope.optim.pieces import Tensors, add_gram, batched_times, short_first
 
-__all__ = ["change_basis", "new_basis", "soap_accumulate", "soap_direction", "soap_floor"]
+__all__ = [
+    "change_basis",
+    "new_bases",
+    "new_basis",
+    "soap_accumulate",
+    "soap_direction",
+    "soap_floor",
+    "turn_moments",
+]
 
 
 def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
@@ -89,19 +97,30 @@ def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
     return eigenbases(factors, old)
 
 
-def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
-    """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
+def new_bases(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor:
+    """Return the eigenbases (k, d, d) of some blocks' factors in one mode, as they are now."""
     old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
-    second = state["exp_avg_sq"][index]
-    if hyper.published:
-        new, second = _basis_as_published(factors, old, second, mode, step)
-        turn = new.mT @ old
-    else:
-        new = new_basis(factors / hyper.correction2(step), old, hyper, step)
-        turn = new.mT @ old
-        second = batched_times(turn.square(), second, mode)
+    return new_basis(factors / hyper.correction2(step), old, hyper, step)
+
+
+def turn_moments(state: Tensors, mode: int, index: Tensor, new: Tensor, hyper: Hyper) -> None:
+    """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
+    turn = new.mT @ state[f"basis{mode}"][index]
+    state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
     if hyper.beta1 > 0:
         state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
+    state[f"basis{mode}"][index] = new
+
+
+def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
+    """Take the eigenbases of some blocks' factors in one mode anew, and carry both moments into them."""
+    if not hyper.published:
+        turn_moments(state, mode, index, new_bases(state, mode, index, hyper, step), hyper)
+        return
+    old, second = state[f"basis{mode}"][index], state["exp_avg_sq"][index]
+    new, second = _basis_as_published(unpack(state[f"factor{mode}"][index]), old, second, mode, step)
+    if hyper.beta1 > 0:
+        state["exp_avg"][index] = batched_times(new.mT @ old, state["exp_avg"][index], mode)
     state["exp_avg_sq"][index] = second
     state[f"basis{mode}"][index] = new
 

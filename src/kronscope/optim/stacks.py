@@ -6,7 +6,7 @@ while a step makes one call per stack instead of one per block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,34 +76,33 @@ class Stack:
     tensors: Tensors = field(default_factory=dict)
     phase: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     refreshed: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
-    _due: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
+    _due: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Number of blocks."""
         return self.members[-1].stop if self.members else 0
 
-    def gather(self, blocks_of: Callable[[Member], Tensor], members: Sequence[Member], dtype: torch.dtype) -> Tensor:
-        """Return the gradients of some members as one tensor (B, ...); may be the gradient itself."""
-        pieces = [blocks_of(member) for member in members]
-        if len(pieces) == 1:
-            return pieces[0].to(dtype).contiguous()
-        return torch.cat([piece.to(dtype) for piece in pieces])
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return next(iter(self.tensors.values())).device
 
-    def due(self, mode: int, residue: int, period: int) -> Tensor | None:
-        """Return the blocks whose phase in one mode is ``residue``; None for no block.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the state."""
+        return next(iter(self.tensors.values())).dtype
+
+    def due(self, mode: int, residue: int, period: int, rows: slice) -> Tensor | None:
+        """Return which blocks of ``rows``, counted from its first, have the phase ``residue`` in a mode; None for none.
 
         Phases may be those of a longer period that was in force before.
         """
-        key = (mode, residue, period)
+        key = (mode, residue, period, rows.start, rows.stop)
         if key not in self._due:
-            index = (self.phase[:, mode] % period == residue).nonzero().flatten()
+            index = (self.phase[rows, mode] % period == residue).nonzero().flatten()
             self._due[key] = index if index.numel() else None
         return self._due[key]
-
-    def everything(self) -> Tensor:
-        """Return all blocks' indices."""
-        return torch.arange(self.count)
 
 
 def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:

@@ -42,7 +42,7 @@ class Exchange(Protocol):
         ...
 
     def put(self, member: Member, update: Tensor) -> None:
-        """Take the updates of the same blocks."""
+        """Take the updates of the same blocks; called from any thread."""
         ...
 
     def finish(self) -> None:

@@ -139,12 +139,14 @@ class ReplicatedExchange:
         return prepared_gradient(work, grads, self._groups[self._active[member.param]])
 
     def put(self, member: Member, update: Tensor) -> None:
-        """Keep the updates until all are there."""
+        """Step in the buffer; on an accelerator when all updates are there, with one call for all."""
         work, _ = self._work[member.param, member.tile_index]
-        self._updates.append((member.param, work, update))
+        if work.device.type == "cpu":
+            self._apply([member.param], [work], [update], self._groups[self._active[member.param]])
+        else:
+            self._updates.append((member.param, work, update))
 
-    def step_mine(self) -> None:
-        """Apply the updates of this process's blocks, in the buffer."""
+    def _step_kept(self) -> None:
         for index, group in enumerate(self._groups):
             mine = [entry for entry in self._updates if self._active[entry[0]] == index]
             if mine:
@@ -153,7 +155,7 @@ class ReplicatedExchange:
 
     def finish(self) -> None:
         """Step, gather what the others did, and then write it all."""
-        self.step_mine()
+        self._step_kept()
         arrived: list[tuple[Segment, Tensor]] = []
         for kind, by_process in self._buffers.items():
             sizes = [segments[-1].stop if segments else 0 for segments in by_process]

@@ -103,9 +103,14 @@ class LocalExchange:
         return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
 
     def put(self, member: Member, update: Tensor) -> None:
-        """Keep the updates until those of all tiles are there."""
-        self._updates.setdefault(member.param, {})[member.tile_index] = update
-        self._layouts[member.param] = member.layout
+        """Keep the updates until all are there; on a CPU step at once, while they are in its cache."""
+        param, layout = member.param, member.layout
+        if param.device.type == "cpu" and len(layout.tiles) == 1:
+            group = self._groups[self._active[param]]
+            self._apply([param], [param], [_assembled(layout, {0: update})], group)
+        else:
+            self._updates.setdefault(param, {})[member.tile_index] = update
+            self._layouts[param] = layout
 
     def finish(self) -> None:
         """Put the tiles together and step."""
