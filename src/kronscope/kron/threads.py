@@ -45,7 +45,9 @@ def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
     futures: list[Future[T]] = []
     try:
         futures.extend(_pool(workers).submit(_quietly, job) for job in jobs)
-        wait(futures)
+        # a signal that another thread received is seen only between waits
+        while wait(futures, timeout=0.2).not_done:
+            pass
     except BaseException:
         # Ctrl-C: nothing may go on changing tensors behind the caller's back
         for future in futures:
