@@ -150,6 +150,48 @@ def test_stderr_is_nan_for_exact_answers_and_a_number_for_estimates() -> None:
                 assert 0 < row.stderr < 1
 
 
+class _Experts(nn.Module):
+    """One expert per sample, chosen by its first input; an expert may get no sample at all."""
+
+    def __init__(self, experts: int, *, masked: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0].abs() * 3).long() % len(self.experts)
+        out = x.new_zeros(len(x), 3)
+        for place, expert in enumerate(self.experts):
+            if self.masked:
+                out[chosen == place] = expert(x[chosen == place])
+            else:
+                out = torch.where((chosen == place)[:, None], expert(x), out)
+        return out
+
+
+def test_experts_that_get_no_sample_of_a_batch_are_measured_like_the_others() -> None:
+    model, twin = (_Experts(6, masked=masked).double() for masked in (True, False))
+    twin.load_state_dict(model.state_dict())
+    _, data = mlp(samples=23)
+    kinds = ("optimal", "shampoo2", "soap")
+    assert_same(measure(model, data, approximations=kinds), measure(twin, data, approximations=kinds))
+
+
+def test_the_error_bar_of_few_draws_is_their_spread() -> None:
+    """It was up to 15 times too wide when whole samples were left out instead of drawing other labels."""
+    torch.manual_seed(0)
+    model, data = mlp(samples=100)
+    kinds = ("shampoo2", "kfac-reduce")
+    found = [
+        measure(model, data, layers="0.weight", labels="sampled", draws=4, seed=100 * seed, approximations=kinds)
+        for seed in range(24)
+    ]
+    for place in range(len(kinds)):
+        cosines = torch.tensor([results.rows[place].cosine for results in found])
+        bars = torch.tensor([results.rows[place].stderr for results in found])
+        assert 0.7 < float(bars.median() / cosines.std()) < 2
+
+
 def test_sampled_labels_with_too_few_samples_for_an_error_bar_still_give_the_cosine() -> None:
     model, data = mlp(2)
     row = measure(model, data, layers="0.weight", labels="sampled", approximations=["shampoo2"]).rows[0]

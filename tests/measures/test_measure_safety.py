@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kronscope as ks
-from kronscope.errors import ModelError, OptionError
+from kronscope.errors import DataError, LayerError, ModelError, OptionError, ResultsError
 from kronscope.measures import batch_stream
 from kronscope.measures.progress import Bar
 from tests.gradients import zoo
@@ -198,7 +199,7 @@ def test_data_that_changes_between_sweeps_is_refused() -> None:
         ({"estimator": "guess"}, r"estimator must be 'exact', 'probes'"),
         ({"estimator": "probes", "population": True}, r"population=True needs the exact estimator"),
         ({"details": ["everything"]}, r"details may be"),
-        ({"accuracy": 0.0}, r"accuracy must be positive"),
+        ({"accuracy": 0.0}, r"accuracy must be a positive number"),
         ({"approximations": ["shampo"]}, r"no approximation 'shampo'; did you mean.*'shampoo"),
         ({"approximations": []}, r"at least one approximation"),
         ({"memory_budget": "lots"}, r"memory_budget must be bytes or a text like '2GiB'"),
@@ -226,6 +227,71 @@ def test_losses_that_cannot_be_honoured_are_refused(loss: nn.Module) -> None:
     model, data = mlp()
     with pytest.raises(OptionError):
         measure(model, data, loss)
+
+
+@pytest.mark.parametrize(
+    "option", ["seed", "step", "draws", "max_samples", "spectrum_rank", "max_columns", "batch_size"]
+)
+@pytest.mark.parametrize("value", [1.5, "a", True])
+def test_numbers_that_are_not_whole_are_refused_before_any_work(option: str, value: Any) -> None:
+    model, data = mlp()
+    calls = [0]
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(OptionError, match=f"{option} must be a whole number"):
+        measure(model, data, **{option: value})
+    assert calls == [0]
+
+
+@pytest.mark.parametrize("option", ["draws", "max_samples", "spectrum_rank", "max_columns", "batch_size"])
+def test_counts_below_one_are_refused(option: str) -> None:
+    model, data = mlp()
+    with pytest.raises(OptionError, match=f"{option} must be a whole number of 1 or more, got 0"):
+        measure(model, data, **{option: 0})
+
+
+def test_numbers_of_numpy_are_whole_numbers_too() -> None:
+    model, data = mlp()
+    found = measure(model, data, step=np.int64(7), seed=np.int32(3), batch_size=np.int64(2), labels="real")
+    assert {(type(row.step), row.step, row.batch_size) for row in found} == {(int, 7, 2)}
+
+
+def test_what_is_no_approximation_layer_model_or_batch_is_refused_with_advice() -> None:
+    model, data = mlp()
+    with pytest.raises(OptionError, match=r"write Shampoo\(\)"):
+        measure(model, data, approximations=[ks.approx.Shampoo])
+    with pytest.raises(LayerError, match="None for every matrix, got 0"):
+        measure(model, data, layers=0)
+    with pytest.raises(OptionError, match=r"must be a torch\.nn\.Module, got OrderedDict"):
+        measure(model.state_dict(), data)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="meta device"):
+        measure(nn.Linear(5, 3, device="meta"), data)
+    with torch.inference_mode():
+        frozen = nn.Linear(5, 3).double()
+    with pytest.raises(ModelError, match="inference mode"):
+        measure(frozen, data)
+    with pytest.raises(DataError, match=r"single sample.*DataLoader\(dataset, batch_size"):
+        measure(model, TensorDataset(torch.randn(6, 5), torch.randint(3, (6,))))
+    with pytest.raises(ResultsError, match=r"a\.merge\(b, c\)"):
+        measure(model, data).merge([measure(model, data)])  # type: ignore[arg-type]
+
+
+def test_a_parameter_whose_name_looks_like_a_stack_is_found_by_name() -> None:
+    model, data = mlp()
+    model.register_parameter("a+b", nn.Parameter(torch.randn(3, 4, dtype=torch.float64)))
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(model[0](x)) @ dict(model.named_parameters())["a+b"].T  # type: ignore[index, no-any-return]
+
+    found = measure(model, data, layers=["a+b"], forward=forward)
+    assert found.layers == ("a+b",)
+
+
+def test_warnings_point_at_the_line_that_called() -> None:
+    model, data = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.randn(3, 4, dtype=torch.float64)))
+    with pytest.warns(UserWarning, match="left out") as caught:
+        ks.measure(model, nn.CrossEntropyLoss(), data, progress=False)
+    assert caught[0].filename == __file__
 
 
 def test_verbose_prints_how_each_layer_is_captured(capfd: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,8 @@ def get(name: str | Approximation, **options: Any) -> Approximation:
     KroneckerSumFit(rank=3, tolerance=1e-08, max_rounds=200)
     """
     if not isinstance(name, str):
+        if isinstance(name, type):
+            raise OptionError(f"an approximation is an object, got the class {name.__name__}: write {name.__name__}().")
         if not callable(getattr(name, "fit", None)) or not isinstance(getattr(name, "name", None), str):
             raise OptionError(f"an approximation needs a name and a fit(stream) method, got {name!r}.")
         _set_flags(type(name))

@@ -218,7 +218,12 @@ def _checked_pair(item: Any, number: int, first: int) -> Batch:
             "wrap a single batch in a list: [(inputs, targets)]."
         )
     inputs, targets = item
-    if not isinstance(targets, Tensor) or targets.dim() == 0:
+    if isinstance(targets, Tensor) and targets.dim() == 0:
+        raise DataError(
+            f"Batch {number} is a single sample: its targets have no dimension for samples. Wrap a dataset in a "
+            "DataLoader: DataLoader(dataset, batch_size=256)."
+        )
+    if not isinstance(targets, Tensor):
         raise DataError(
             f"The targets of batch {number} must be a tensor with samples as first dimension, "
             f"got {type(targets).__name__}; use a DataLoader or torch.as_tensor."

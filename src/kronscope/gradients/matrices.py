@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -133,6 +133,8 @@ def resolve_layers(model: nn.Module, layers: str | Sequence[str] | None = None) 
             raise LayerError("The model has no parameter of two or more dimensions, so there is no matrix to measure.")
         return specs
     found: dict[str, LayerSpec] = {}
+    if not isinstance(layers, Iterable):
+        raise LayerError(f"layers must be a name, a list of names or None for every matrix, got {layers!r}.")
     for request in [layers] if isinstance(layers, str) else layers:
         if not isinstance(request, str):
             raise LayerError(
@@ -169,7 +171,7 @@ class _Table:
         return LayerSpec(label or name, ((self.alias[name], 0, rows),), (rows, columns))
 
     def resolve(self, request: str) -> list[LayerSpec]:
-        parts = [part.strip() for part in request.split("+")]
+        parts = [request] if request in self.parameters else [part.strip() for part in request.split("+")]
         if len(parts) == 1:
             return self.resolve_part(parts[0])
         segments: list[tuple[str, int, int]] = []

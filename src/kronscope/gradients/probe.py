@@ -252,9 +252,10 @@ def _narrow(
         found: tuple[Tensor | None, ...] = grads
         for mass, use, grad in zip(masses, uses, found, strict=True):
             leading = leading_shape(use)
-            mass.append(
-                torch.zeros(leading) if grad is None else grad.abs().double().reshape(*leading, -1).sum(-1).cpu()
-            )
+            if grad is None or not grad.numel():
+                mass.append(torch.zeros(leading))
+            else:
+                mass.append(grad.abs().double().reshape(*leading, -1).sum(-1).cpu())
     for mass, use in zip(masses, uses, strict=True):
         key = (use.place.parameter, use.place.ordinal)
         known = candidates.get(key)

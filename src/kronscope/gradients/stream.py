@@ -316,6 +316,21 @@ class GradientStream:
         """Return the same atoms with other weights, indexed by sample number."""
         return self.map(lambda chunk: replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]))
 
+    def mixed(self, other: GradientStream, taken: Tensor) -> GradientStream:
+        """Return the stream with the atoms of some samples replaced by those of another stream of the same samples.
+
+        Args:
+            other: Atoms of the same form in the same order, such as those of other label draws.
+            taken: For each sample number whether its atoms come from ``other``.
+        """
+        mine, theirs = self._source, other._source
+
+        def chunks() -> Iterator[Atoms]:
+            for chunk, spare in zip(mine(), theirs(), strict=True):
+                yield _mixed(chunk, spare, taken.to(chunk.samples.device)[chunk.samples])
+
+        return self._derived(chunks, self.num_samples, self.own_samples)
+
     def with_atom(self, grad: Tensor, weight: float) -> GradientStream:
         """Return the stream with one more atom (m, n), numbered after the last sample."""
         source, number = self._source, self.num_samples
@@ -348,6 +363,18 @@ class GradientStream:
         )
         made.keep_bytes = self.keep_bytes
         return made
+
+
+def _mixed(chunk: Atoms, spare: Atoms, taken: Tensor) -> Atoms:
+    where = taken.view(-1, 1, 1, 1)
+    if isinstance(chunk, DenseAtoms):
+        return replace(chunk, grads=torch.where(where, spare.dense().grads, chunk.grads))
+    assert isinstance(spare, FactoredAtoms)
+    return replace(
+        chunk,
+        row_factors=torch.where(where, spare.row_factors, chunk.row_factors),
+        col_factors=torch.where(where, spare.col_factors, chunk.col_factors),
+    )
 
 
 def _joined(chunks: Iterable[Atoms]) -> Iterator[Atoms]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from kronscope.approx import Approximation, several
 from kronscope.errors import OptionError
 from kronscope.measures.probes import Probes
 
-__all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit", "check_count"]
+__all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit", "count", "whole"]
 
 DEFAULT_APPROXIMATIONS = ("optimal", "shampoo2", "shampoo", "kfac-reduce")
 DETAILS = ("spectrum", "exponents", "batch_sizes")
@@ -45,7 +46,7 @@ class Fit:
         """Check the values."""
         if self.labels is not None and self.labels not in _LABELS:
             raise OptionError(f"labels must be one of {_LABELS} or None, got {self.labels!r}.")
-        check_count("batch_size", self.batch_size)
+        object.__setattr__(self, "batch_size", count("batch_size", self.batch_size))
         if isinstance(self.details, str):
             object.__setattr__(self, "details", (self.details,))
         if unknown := set(self.details) - set(DETAILS):
@@ -65,7 +66,15 @@ class Fit:
         return Probes(seed=seed) if self.estimator == "probes" else None
 
 
-def check_count(name: str, number: Any) -> None:
-    """Raise for what is not a whole number of 1 or more."""
-    if not isinstance(number, int) or number < 1:
+def count(name: str, number: Any) -> int:
+    """Return a whole number of 1 or more; raise for anything else."""
+    if (found := whole(name, number)) < 1:
         raise OptionError(f"{name} must be a whole number of 1 or more, got {number!r}.")
+    return found
+
+
+def whole(name: str, number: Any) -> int:
+    """Return a whole number, NumPy's included, as an int; raise for anything else."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise OptionError(f"{name} must be a whole number, got {number!r}.")
+    return operator.index(number)

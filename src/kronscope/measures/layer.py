@@ -14,7 +14,7 @@ from kronscope.gradients.stream import GradientStream
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.probes import Probes
-from kronscope.measures.resampling import Estimate, Resampler
+from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Row
 
 __all__ = ["Condition", "LayerStreams", "layer_rows"]
@@ -45,6 +45,7 @@ class LayerStreams:
         resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` or ``"drawn fit"``.
         note: What every row of the layer has to say, such as that the truth was drawn.
         whole_square: For a thinned history, see :class:`Resampler`.
+        spare: Other label draws of the samples that are fitted on, where the draws are too few to leave some out.
         own_labels: Whether the fit stands for the expectation over the model's own labels, also where that was drawn:
             the batch size then means nothing.
     """
@@ -54,6 +55,7 @@ class LayerStreams:
     resample: str | None = None
     note: str = ""
     whole_square: float = 0.0
+    spare: GradientStream | None = None
     own_labels: bool = False
 
 
@@ -149,22 +151,25 @@ def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: Gra
     return cosine(truth, approximation.fit(stream))
 
 
-def _resampler(streams: LayerStreams) -> Resampler | None:
+def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | None:
     if streams.resample is None:
         return None
     if streams.resample == "samples":
         return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
     if streams.resample == "draws":
         return Resampler(streams.truth, streams.fitted, "draws")
-    # the truth is exact and only the fit was drawn; few draws per sample say less than the samples do
-    by = "draws" if streams.fitted.columns >= 5 else "samples"
-    return Resampler(streams.truth, streams.fitted, by, fixed_truth=True)
+    # the truth is exact and only the fit was drawn
+    if streams.spare is not None:
+        return OtherDraws(streams.truth, streams.fitted, streams.spare)
+    return Resampler(streams.truth, streams.fitted, "draws", fixed_truth=True)
 
 
 def _resampled(
-    resampler: Resampler, approximation: Approximation, batches_of: Callable[[GradientStream], GradientStream]
+    resampler: Resampler | OtherDraws,
+    approximation: Approximation,
+    batches_of: Callable[[GradientStream], GradientStream],
 ) -> Estimate:
-    if approximation.fits_truth:
+    if approximation.fits_truth and isinstance(resampler, Resampler):
         return resampler.on_truth().cosine(approximation.fit)
     if not approximation.uses_batches:
         return resampler.cosine(approximation.fit)

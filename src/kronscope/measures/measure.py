@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from kronscope.approx import Approximation
-from kronscope.errors import OptionError
+from kronscope.errors import ModelError, OptionError
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.labels import read_loss
 from kronscope.gradients.shards import find_shards, together
-from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit, check_count
+from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit, count, whole
 from kronscope.measures.probes import Probes
 from kronscope.measures.processes import common_budget, described, same_model
 from kronscope.measures.progress import Bar
@@ -217,7 +217,11 @@ def measure_fits(
     first = shards is None or shards.rank == 0
     budget = common_budget(memory_budget, shards)
     with together(shards):
-        _check(fits, truth, draws, max_samples, seed, population, accuracy)
+        seed, step = whole("seed", seed), whole("step", step)
+        _check(model, fits, truth, population, seed, accuracy)
+        draws, spectrum_rank = count("draws", draws), count("spectrum_rank", spectrum_rank)
+        max_samples = None if max_samples is None else count("max_samples", max_samples)
+        max_columns = None if max_columns is None else count("max_columns", max_columns)
         work = Work(
             fits=tuple(FitWork.of(fit, seed) for fit in fits),
             truth=truth,
@@ -290,23 +294,22 @@ def measure_fits(
     return shards.by_first(work.results)
 
 
-def _check(
-    fits: Sequence[Fit],
-    truth: str,
-    draws: int,
-    max_samples: int | None,
-    seed: int,
-    population: bool,
-    accuracy: float,
-) -> None:
+def _check(model: Any, fits: Sequence[Fit], truth: str, population: bool, seed: int, accuracy: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"Parameter {name!r} is on the meta device and has no values; load the model first.")
+        if parameter.is_inference():
+            raise ModelError(
+                f"Parameter {name!r} was made in inference mode and cannot have gradients; make or load the model "
+                "outside of torch.inference_mode()."
+            )
     if truth not in TRUTHS:
         raise OptionError(f"truth must be one of {tuple(TRUTHS)}, got {truth!r}.")
     if not fits:
         raise OptionError("fits is empty: give at least one Fit.")
-    check_count("draws", draws)
-    if max_samples is not None:
-        check_count("max_samples", max_samples)
     if population and all(fit.probes(seed) is not None for fit in fits):
         raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
-    if not accuracy > 0:
-        raise OptionError(f"accuracy must be positive, got {accuracy}.")
+    if not isinstance(accuracy, int | float) or not accuracy > 0:
+        raise OptionError(f"accuracy must be a positive number, got {accuracy!r}.")

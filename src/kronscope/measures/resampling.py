@@ -20,8 +20,9 @@ from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError
 from kronscope.gradients.stream import Atoms, DenseAtoms, GradientStream
 from kronscope.kron import Operator
+from kronscope.measures.cosines import cosine
 
-__all__ = ["Estimate", "Resampler"]
+__all__ = ["Estimate", "OtherDraws", "Resampler"]
 
 _GROUPS = 20
 Fit = Callable[[GradientStream], Operator]
@@ -43,7 +44,7 @@ class Resampler:
         truth: Stream of the matrix.
         fitted: Stream the approximations are fitted on; may be the same object.
         by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
-        fixed_truth: Keep the truth whole and only vary what is fitted (the truth is exact, the labels were drawn).
+        fixed_truth: Keep the truth whole and only vary the draws of what is fitted: the truth is exact.
         groups: Number of groups of samples or draws.
         whole_square: For samples that are themselves drawn from a finite whole, such as every k-th step of a run: the
             sum of squares of the whole's weights (1/T for T equal ones), when those sum to one. The question is then
@@ -153,6 +154,45 @@ class Resampler:
         if self.fixed_truth:
             return self.truth, fitted
         return (fitted if self.fitted is self.truth else _reweighted(self.truth, keep)), fitted
+
+
+class OtherDraws:
+    r"""Error bars of what is fitted on a few label draws per sample, for these samples and an exact truth.
+
+    Groups of samples get other draws in turn. A group's label noise :math:`e` moves the cosine by about
+    :math:`a e`, other draws move it to :math:`a e'`, so half the sum of the squared differences is its variance.
+
+    Args:
+        truth: Stream of the matrix.
+        fitted: Stream the approximations are fitted on.
+        spare: As many other draws of the same samples.
+
+    Raises:
+        DataError: there are too few samples to see how they vary.
+    """
+
+    fixed_truth = True
+
+    def __init__(self, truth: GradientStream, fitted: GradientStream, spare: GradientStream) -> None:
+        count = min(fitted.num_samples, _GROUPS)
+        if count < 3:
+            raise DataError(f"an error bar needs at least three samples, got {count}; use more samples.")
+        self._moment, self._fitted = SecondMoment(truth), fitted
+        groups = torch.arange(fitted.num_samples) % count
+        self._replicates = [fitted.mixed(spare, groups == group) for group in range(count)]
+        for replicate in self._replicates:
+            # many live at once: what each of them forms is not kept
+            replicate.keep_bytes = 0
+
+    def cosine(self, fit: Fit) -> Estimate:
+        """Return the cosine of what ``fit`` makes of the fitted stream with the truth."""
+        value = cosine(self._moment, fit(self._fitted))
+        try:
+            moved = [cosine(self._moment, fit(replicate)) for replicate in self._replicates]
+        except ConvergenceError as error:
+            # the fit that was made stands; it is only not known how it varies
+            return Estimate(value, math.nan, f"no error bar: with other labels drawn, {error}")
+        return Estimate(value, math.sqrt(sum((other - value) ** 2 for other in moved) / 2))
 
 
 def _reweighted(stream: GradientStream, keep: Tensor) -> GradientStream:

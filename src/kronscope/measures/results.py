@@ -153,6 +153,9 @@ class Results:
                 same thing as different questions: exactly and for the population, say.
         """
         parts = (self, *others)
+        given: tuple[object, ...] = parts
+        if strange := [part for part in given if not isinstance(part, Results)]:
+            raise ResultsError(f"merge takes results, one by one, got a {type(strange[0]).__name__}: a.merge(b, c).")
         shapes: dict[str, tuple[int, int]] = {}
         for row in (row for part in parts for row in part.rows):
             if shapes.setdefault(row.layer, row.shape) != row.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from kronscope.approx import Approximation, get
 from kronscope.curvature import SecondMoment
-from kronscope.errors import MemoryBudgetError
+from kronscope.errors import MemoryBudgetError, callers_level
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.budget import factor_bytes, sweeps
@@ -33,6 +33,8 @@ _MANY_COLUMNS = 100
 _MANY_OPERATIONS = 1e11
 _MANY_PAIRS = 2e13
 _PILOT_DRAWS, _MOST_DRAWS = 8, 128
+# Fewer label draws than this say too little about how they vary when one is left out.
+_FEW_DRAWS = 5
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Work:
 
     def _warn(self, text: str) -> None:
         if self.warns:  # once, not from every process
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=callers_level())
 
     def _costly(self, recorder: Recorder, parameters: int) -> bool:
         """Whether exact labels cost so much that draws are the better answer."""
@@ -167,6 +169,12 @@ class Work:
         """Labels of atoms that are fitted on besides the truth's."""
         return sorted({str(work.fit.labels) for work in self.fits if not self._is_truths(work.fit)})
 
+    @property
+    def _spares(self) -> bool:
+        """Whether as many other draws are needed to see how a fit on drawn labels varies."""
+        drawn = any(work.probes is None and work.fit.labels == "sampled" for work in self.fits)
+        return drawn and not self.population and self.truth_draws is None and self.draws < _FEW_DRAWS
+
     def plans(self, recorder: Recorder) -> list[LayerPlan]:
         """How the truth's atoms of each layer are captured."""
         if self.truth_draws is not None:
@@ -186,7 +194,7 @@ class Work:
         plans = self.plans(recorder)
         self.settings["capture"] = {plan.name: str(plan) for plan in plans}
         sizes = {plan.name: plan.bytes for plan in plans}
-        for labels in self._other_labels:
+        for labels in [*self._other_labels, *["sampled"] * self._spares]:
             for plan in recorder.plan(labels, self.draws):
                 sizes[plan.name] += plan.bytes
         for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
@@ -205,12 +213,18 @@ class Work:
             bar.begin(f"gradients with {labels} labels", recorder.own_samples)
             # other draws than the truth's
             others[labels] = recorder.streams(labels, draws=self.draws, names=names, cache=cache, seed=self.seed + 1)
-        keep = self.budget // (2 * (1 + max(1, len(others))) * len(names))
-        for streams in (truths, *others.values()):
+        spares: Mapping[str, GradientStream] = {}
+        if self._spares:
+            bar.begin("gradients with other sampled labels", recorder.own_samples)
+            spares = recorder.streams("sampled", draws=self.draws, names=names, cache=cache, seed=self.seed + 2)
+        keep = self.budget // (2 * (1 + max(1, len(others)) + self._spares) * len(names))
+        for streams in (truths, *others.values(), spares):
             for stream in streams.values():
                 stream.keep_bytes = keep
         return {
-            name: _Captured(truths[name], {labels: streams[name] for labels, streams in others.items()})
+            name: _Captured(
+                truths[name], {labels: streams[name] for labels, streams in others.items()}, spares.get(name)
+            )
             for name in names
         }
 
@@ -223,6 +237,7 @@ class Work:
             captured.truth if self._is_truths(fit) else captured.others[labels],
             None if work.probes is not None else resample,
             f"truth from {self.truth_draws} label draws per sample" if drawn else "",
+            spare=captured.spare,
             own_labels=drawn and fit.labels in (None, "exact"),
         )
 
@@ -295,10 +310,11 @@ class Work:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A layer's atoms: those of the truth, and those with other labels that approximations are fitted on."""
+    """A layer's atoms: those of the truth, those with other labels that are fitted on, and other draws of these."""
 
     truth: GradientStream
     others: dict[str, GradientStream]
+    spare: GradientStream | None = None
 
 
 def _size(size: int) -> str:

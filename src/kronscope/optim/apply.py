@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,6 @@ from kronscope.errors import GradientError
 
 __all__ = [
     "apply_updates",
-    "callers_level",
     "check_supported",
     "finite_gradients",
     "full_precision",
@@ -38,14 +36,6 @@ def check_supported(grad: Tensor, name: Callable[[], str]) -> None:
             f"the gradient of {name()} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
             f"A complex parameter can be stored as torch.view_as_real of itself."
         )
-
-
-def callers_level() -> int:
-    """Return the ``stacklevel`` with which a warning is shown at the line that called into torch and kronscope."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "kronscope"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def finite_gradients(grads: Sequence[Tensor]) -> list[bool]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
+from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError, callers_level
 from kronscope.kron.operators import Operator
-from kronscope.optim.apply import apply_updates, callers_level, check_supported, finite_gradients, full_precision
+from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.diagnostics import Diagnostics, diagnose
