@@ -6,8 +6,6 @@ from the built-in exception a caller would otherwise expect, so ``except ValueEr
 
 from __future__ import annotations
 
-import sys
-
 __all__ = [
     "ConformanceError",
     "ConvergenceError",
@@ -28,7 +26,6 @@ __all__ = [
     "RunError",
     "ShapeError",
     "StateError",
-    "callers_level",
 ]
 
 
@@ -106,11 +103,3 @@ class DistributedError(KronscopeError, RuntimeError):
 
 class ConformanceError(KronscopeError, AssertionError):
     """An operator or approximation does not keep a promise that :mod:`kronscope.testing` checks."""
-
-
-def callers_level() -> int:
-    """Return the ``stacklevel`` with which a warning is shown at the line that called into torch and kronscope."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "kronscope"):
-        level, frame = level + 1, frame.f_back
-    return level

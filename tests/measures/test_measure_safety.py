@@ -246,7 +246,7 @@ def test_numbers_that_are_not_whole_are_refused_before_any_work(option: str, val
 def test_counts_below_one_are_refused(option: str) -> None:
     model, data = mlp()
     with pytest.raises(OptionError, match=f"{option} must be a whole number of 1 or more, got 0"):
-        measure(model, data, **{option: 0})
+        measure(model, data, None, **{option: 0})
 
 
 def test_numbers_of_numpy_are_whole_numbers_too() -> None:
@@ -280,7 +280,7 @@ def test_a_parameter_whose_name_looks_like_a_stack_is_found_by_name() -> None:
     model.register_parameter("a+b", nn.Parameter(torch.randn(3, 4, dtype=torch.float64)))
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.tanh(model[0](x)) @ dict(model.named_parameters())["a+b"].T  # type: ignore[index, no-any-return]
+        return torch.tanh(model[0](x)) @ dict(model.named_parameters())["a+b"].T  # type: ignore[index]
 
     found = measure(model, data, layers=["a+b"], forward=forward)
     assert found.layers == ("a+b",)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from kronscope.approx import Approximation, get
+from kronscope.callers import callers_level
 from kronscope.curvature import SecondMoment
-from kronscope.errors import MemoryBudgetError, callers_level
+from kronscope.errors import MemoryBudgetError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.budget import factor_bytes, sweeps

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError, callers_level
+from kronscope.callers import callers_level
+from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout

@@ -1,0 +1,15 @@
+"""Where a warning belongs: at the line of the user's own code."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["callers_level"]
+
+
+def callers_level() -> int:
+    """Return the ``stacklevel`` with which a warning is shown at the line that called into torch and kronscope."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "kronscope"):
+        level, frame = level + 1, frame.f_back
+    return level
