@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -173,28 +174,59 @@ def test_data_from_files(kronscope: Command, tmp_path: Path, form: str) -> None:
         (("mine:build", "--data", "mine:data", "--memory-budget", "lots"), ("2GiB",)),
         (("mine:build", "--data", "mine:data", "--batch-size", "0"), ("batch_size",)),
         (("mine:build", "--data", "mine:data", "--detail", "all"), ("spectrum",)),
+        (("mine:build", "--data", "mine:data", "--approximation", "all", "--approximation", "nope"), ("nope",)),
     ],
 )
 def test_mistakes_end_in_one_line_and_the_folder_stays_free(
     kronscope: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     _assert_refused(kronscope("measure", *arguments, "--out", "out"), *words)
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_measurement_leaves_an_old_folder_as_it_was(kronscope: Command, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    arguments = ("measure", "mine:build", "--data", "mine:data", "--approximation", "identity", "--out", "out")
+    _assert_refused(kronscope(*arguments, "--layer", "typo"), "typo")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    again = kronscope(*arguments)
+    assert again.code == 0, again.err
+
+
+def test_float64_of_numpy_is_converted_and_that_is_said(kronscope: Command, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", inputs=np.random.default_rng(0).normal(size=(9, 4)), targets=np.arange(9) % 2)
+    ended = kronscope("measure", "mine:build", "--data", "data.npz", "--approximation", "identity")
+    assert ended.code == 0, ended.err
+    assert "data.npz: float64 converted to the model's float32\n" in ended.out
 
 
 def test_a_folder_that_holds_a_run_is_not_written_to(kronscope: Command, tmp_path: Path) -> None:
     arguments = ("measure", "mine:build", "--data", "mine:data", "--approximation", "identity", "--out", "out")
     assert kronscope(*arguments).code == 0
     before = (tmp_path / "out" / "results.json").read_bytes()
-    _assert_refused(kronscope(*arguments), "already holds a run", "--out")
+    ended = kronscope(*arguments)
+    _assert_refused(ended, "already holds a run", "--out")
+    assert "--resume" not in ended.err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
+    assert "--resume" not in kronscope("demo", "--out", "out").err
 
 
 def test_ctrl_c_ends_with_130(kronscope: Command, tmp_path: Path) -> None:
     ended = kronscope("measure", "mine:build", "--data", "mine:pressed", "--out", "out")
     assert ended.code == 130
-    assert "interrupted" in ended.err
+    assert ended.err == "kronscope: interrupted.\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_names_resume_where_there_is_one(kronscope: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kronscope.paper.experiment.run_experiment", pressed)
+    ended = kronscope("paper", "figure1", "--workload", "digits-linear")
+    assert ended.code == 130
+    assert ended.err == "kronscope: interrupted; the same command with --resume goes on.\n"
 
 
 # ---------------------------------------------------------------------- report
@@ -213,6 +245,14 @@ def test_report_of_one_and_of_several_runs(kronscope: Command, tmp_path: Path) -
     assert ended.code == 0, ended.err
     assert "both.html" in ended.out
     assert "Both &amp; more" in (tmp_path / "both.html").read_text()
+
+
+def test_a_run_is_not_reported_twice(kronscope: Command, tmp_path: Path) -> None:
+    row = ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)
+    (tmp_path / "a").mkdir()
+    ks.Results([row]).save(tmp_path / "a" / "results.json")
+    _assert_refused(kronscope("report", "a", "a/results.json"), "twice")
+    assert not (tmp_path / "a" / "report.html").exists()
 
 
 def test_a_report_of_nothing_is_refused(kronscope: Command, tmp_path: Path) -> None:
@@ -275,6 +315,8 @@ def test_figure3_has_real_labels_and_two_batch_sizes(kronscope: Command, tmp_pat
         (("figure1", "--workload", "digits-linear", "--scale", "huge"), ("scale",)),
         (("figure1", "--workload", "digits-linear", "--labels", "real"), ("figure3",)),
         (("figure1", "--workload", "digits-linear", "--device", "abacus"), ("abacus",)),
+        (("figure1", "--workload", "digits-linear", "--device", "cuda:99"), ("cuda:99", "cpu")),
+        (("figure1", "--workload", "digits-linear", "--device", "meta"), ("meta", "cpu")),
         (("figure1", "--workload", "mnist2", "--data-dir", "."), ("MNIST",)),
     ],
 )
@@ -283,6 +325,15 @@ def test_mistakes_in_paper_commands(
 ) -> None:
     _assert_refused(kronscope("paper", *arguments, "--out", "out"), *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_of_the_documents_table_exist(kronscope: Command) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
+    table = text[text.index("| command |") : text.index("## demo")]
+    commands = re.findall(r"`kronscope ([^`]+)`", table)
+    assert "demo" in commands
+    for command in commands:
+        assert kronscope(*command.split(), "--help").code == 0, command
 
 
 def test_the_installed_command_runs() -> None:

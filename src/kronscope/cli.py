@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -51,7 +50,8 @@ def main() -> None:
     except SystemExit as end:
         # typer turns Ctrl-C into this
         if end.code == _INTERRUPTED:
-            sys.stderr.write("kronscope: interrupted; 'kronscope paper' goes on with --resume.\n")
+            hint = "; the same command with --resume goes on" if sys.argv[1:2] == ["paper"] else ""
+            sys.stderr.write(f"kronscope: interrupted{hint}.\n")
         raise
 
 
@@ -95,7 +95,7 @@ def demo(
     target = _unused(Path("runs/demo")) if out is None else out
     plan = plans.get("figure1")
     titles, found = {}, {}
-    with Run.start(target, {"command": "demo", "workloads": list(_DEMO), "seed": seed}) as run:
+    with Run.create(target, {"command": "demo", "workloads": list(_DEMO), "seed": seed}) as run:
         for name in _DEMO:
             settings = scaled(name, seed=seed)
             dataset = settings.load_data()
@@ -332,15 +332,13 @@ def measure(
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
 ) -> None:
     """Measure a model of yours."""
-    from kronscope import approx, figures
     from kronscope import measure as run_measure
     from kronscope.gradients.shards import find_shards, together
-    from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
-    from kronscope.paper.shared import start_run
-    from kronscope.targets import load_data, load_loss, load_model, own_part
+    from kronscope.paper.measurement import MeasurementFolder
+    from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
 
     console = _console()
-    names = approx.names() if "all" in (approximation or ()) else tuple(approximation or DEFAULT_APPROXIMATIONS)
+    names = approximation_names(approximation)
     asked = {
         "model": model,
         "data": data,
@@ -361,49 +359,38 @@ def measure(
     shards = find_shards(None)
     with together(shards):
         network = load_model(model, checkpoint)
-        batches = own_part(load_data(data), shards)
+        found = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        batches = own_part(found, shards)
         criterion = load_loss(loss)
     default = Path("runs/measure")
     target = out or (_unused(default) if shards is None else shards.by_first(lambda: _unused(default)))
-    fresh = not target.exists()
-    try:
-        # the folder is taken before the work, so that nothing is measured that cannot be kept
-        with start_run(target, asked, None, shards) as run:
-            results = run_measure(
-                network,
-                criterion,
-                batches,
-                layers=layer,
-                truth=truth,
-                labels=labels,
-                batch_size=batch_size,
-                approximations=names,
-                max_samples=max_samples,
-                seed=seed,
-                step=step,
-                progress=console.is_terminal,
-                draws=draws,
-                population=population,
-                estimator=estimator,
-                memory_budget=memory_budget,
-                details=tuple(detail or ()),
-                verbose=verbose,
-            )
-            if not results.rows:
-                raise KeyboardInterrupt
-            if is_first():
-                written = [results.save(run.results_path)]
-                written += [
-                    figures.save(figures.cosines(results), target / f"figure{suffix}") for suffix in (".png", ".pdf")
-                ]
-                written.append(results.report(target / "report.html"))
-                console.print(results)
-                _say_where(console, written)
-            run.finish()
-    except BaseException:
-        if fresh and is_first() and not (target / "results.json").exists():
-            shutil.rmtree(target, ignore_errors=True)  # so that the same command can be given again
-        raise
+    # the folder is taken before the work, so that nothing is measured that cannot be kept
+    with MeasurementFolder(target, shards) as folder:
+        results = run_measure(
+            network,
+            criterion,
+            batches,
+            layers=layer,
+            truth=truth,
+            labels=labels,
+            batch_size=batch_size,
+            approximations=names,
+            max_samples=max_samples,
+            seed=seed,
+            step=step,
+            progress=console.is_terminal,
+            draws=draws,
+            population=population,
+            estimator=estimator,
+            memory_budget=memory_budget,
+            details=tuple(detail or ()),
+            verbose=verbose,
+        )
+        if not results.rows:
+            raise KeyboardInterrupt
+        written = folder.write(results, asked)
+    console.print(results)
+    _say_where(console, written)
 
 
 @app.command()
@@ -428,6 +415,8 @@ def report(
     loaded = [results_so_far(path) if path.is_dir() else Results.load(path) for path in run]
     short = [path.parent.name or str(path) for path in files]
     names = short if len(set(short)) == len(short) else [str(path) for path in files]
+    if len({path.resolve() for path in files}) < len(files):
+        raise OptionError(f"A run is given twice among {', '.join(map(str, run))}; give each one once.")
     several = dict(zip(names, loaded, strict=True))
     target = out or files[0].parent / "report.html"
     write_report(loaded[0] if len(loaded) == 1 else several, target, title=title)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kronscope.errors import DataError, ModelError, OptionError
-from kronscope.gradients.data import map_tensors
+from kronscope import approx
+from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
+from kronscope.gradients.data import map_tensors, tensors_of
 from kronscope.gradients.shards import Shards
+from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
 
-__all__ = ["load_data", "load_loss", "load_model", "load_object", "own_part"]
+__all__ = ["approximation_names", "load_data", "load_loss", "load_model", "load_object", "own_part"]
 
 _LOSSES = {"cross-entropy": nn.CrossEntropyLoss, "mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss}
 _BATCH = 256
+_SAVE_ARRAYS = "save arrays of numbers: np.savez(path, inputs=inputs, targets=targets)"
+_SAVE_TENSORS = 'save tensors: torch.save({"inputs": inputs, "targets": targets}, path)'
+_SAVE_WEIGHTS = "save the weights alone: torch.save(model.state_dict(), path)"
 
 
 def load_object(target: str) -> Any:
@@ -60,11 +67,11 @@ def load_model(target: str, checkpoint: Path | None = None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{target!r} must be a torch.nn.Module or return one, got {type(model).__name__}.")
     if checkpoint is not None:
+        state = _read(checkpoint, ModelError, _SAVE_WEIGHTS)
         try:
-            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
             model.load_state_dict(state.get("model", state) if isinstance(state, dict) else state)
-        except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"{checkpoint} cannot be loaded into the model: {error}") from error
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{checkpoint} cannot be loaded into the model: {_line(error)}") from error
     checked: nn.Module = model
     return checked
 
@@ -81,24 +88,40 @@ def load_loss(name: str) -> nn.Module:
     return loss
 
 
-def load_data(target: str) -> Any:
-    """Batches: a named object or function, or a ``.pt`` or ``.npz`` file with ``inputs`` and ``targets``.
+def approximation_names(asked: Sequence[str] | None) -> tuple[str, ...]:
+    """The names asked for, the default ones for none, and every one for ``all``.
 
     Raises:
-        DataError: The file is missing or does not hold inputs and targets.
+        OptionError: ``all`` is not alone.
+
+    >>> approximation_names(["shampoo2", "diagonal"])
+    ('shampoo2', 'diagonal')
+    """
+    if "all" not in (asked or ()):
+        return tuple(asked or DEFAULT_APPROXIMATIONS)
+    if others := [name for name in asked or () if name != "all"]:
+        raise OptionError(
+            f"--approximation all takes every one already; leave out {', '.join(others)}, or leave out all."
+        )
+    return approx.names()
+
+
+def load_data(target: str, model: nn.Module | None = None, tell: Callable[[str], object] = lambda line: None) -> Any:
+    """Batches: a named object or function, or a ``.pt`` or ``.npz`` file with ``inputs`` and ``targets``.
+
+    Args:
+        target: The name or the file.
+        model: Numbers of a file that are floating-point are converted to the type of this model's parameters.
+        tell: Called with a line that says so, if that changes anything.
+
+    Raises:
+        DataError: The file is missing, does not hold inputs and targets, or not equally many of them.
     """
     path = Path(target)
     if path.suffix not in (".pt", ".pth", ".npz"):
         found = load_object(target)
         return found() if callable(found) and not hasattr(found, "__iter__") else found
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                content: Any = {name: torch.from_numpy(file[name]) for name in file.files}
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    content = _read(path, DataError, _SAVE_ARRAYS if path.suffix == ".npz" else _SAVE_TENSORS)
     if isinstance(content, dict):
         names = [("inputs", "targets"), ("x", "y")]
         pair = next(((content[a], content[b]) for a, b in names if a in content and b in content), None)
@@ -106,8 +129,8 @@ def load_data(target: str) -> Any:
         pair = tuple(content) if isinstance(content, (list, tuple)) and len(content) == 2 else None
     if pair is None:
         raise DataError(f"{path} must hold 'inputs' and 'targets' (or 'x' and 'y'), or a pair of tensors.")
-    inputs, targets = pair
-    return [(inputs[at : at + _BATCH], targets[at : at + _BATCH]) for at in range(0, len(inputs), _BATCH)]
+    inputs, targets = _converted(_checked(pair, path), path, model, tell)
+    return [(_cut(inputs, at, at + _BATCH), targets[at : at + _BATCH]) for at in range(0, len(targets), _BATCH)]
 
 
 def own_part(batches: Any, shards: Shards | None) -> Any:
@@ -136,3 +159,57 @@ def own_part(batches: Any, shards: Shards | None) -> Any:
 
 def _cut(inputs: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, inputs)
+
+
+def _read(path: Path, kind: type[KronscopeError], advice: str) -> Any:
+    """What a file holds: the arrays of an ``.npz`` as tensors, or what ``torch.save`` wrote."""
+    try:
+        if path.suffix == ".npz":
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                return {name: torch.from_numpy(file[name]) for name in file.files}
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {error.strerror or _line(error)}.") from error
+    except Exception as error:  # bytes that are something else fail anywhere in the reader
+        refused = ("Unsupported global", "Unsupported class")
+        if isinstance(error, pickle.UnpicklingError) and any(words in str(error) for words in refused):
+            raise kind(
+                f"{path} holds other things than tensors and is not opened, since they may run code; {advice}."
+            ) from error
+        raise kind(f"{path} cannot be read: it is damaged or of another format; {advice}.") from error
+
+
+def _checked(pair: tuple[Any, Any], path: Path) -> tuple[Any, Tensor]:
+    inputs, targets = pair
+    if not isinstance(targets, Tensor) or not targets.dim():
+        raise DataError(f"The targets in {path} must be a tensor with one entry or row a sample.")
+    counts = sorted({tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()})
+    if not counts:
+        raise DataError(f"The inputs in {path} must be a tensor, or a dictionary, list or tuple of tensors.")
+    if counts != [len(targets)]:
+        raise DataError(
+            f"{path} has inputs for {' and '.join(map(str, counts))} samples but {len(targets)} targets; "
+            "the first dimension of every tensor must be the samples."
+        )
+    return inputs, targets
+
+
+def _converted(
+    pair: tuple[Any, Tensor], path: Path, model: nn.Module | None, tell: Callable[[str], object]
+) -> tuple[Any, Tensor]:
+    """The pair in the model's floating-point type; NumPy writes float64 unless told otherwise."""
+    own = {item.dtype for item in (model.parameters() if model is not None else ()) if item.is_floating_point()}
+    found = {tensor.dtype for tensor in tensors_of(pair) if tensor.is_floating_point()}
+    if len(own) != 1 or found <= own:
+        return pair
+    (dtype,) = own
+    names = ", ".join(sorted(str(item).removeprefix("torch.") for item in found - own))
+    tell(f"{path}: {names} converted to the model's {str(dtype).removeprefix('torch.')}")
+    converted: tuple[Any, Tensor] = map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, pair
+    )
+    return converted
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -21,11 +21,13 @@ __all__ = ["FolderLock"]
 class FolderLock:
     """Held from :meth:`acquire` to :meth:`release`, or to the end of the process; so no lock is ever stale.
 
-    The file ``.lock`` stays behind and means nothing by itself; it names the last holder, for the message.
+    The file ``.lock`` stays behind, unless :meth:`remove` takes it away, and means nothing by itself; it names the last
+    holder, for the message.
     """
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, path: Path) -> None:
         self._handle: int | None = handle
+        self._path = path
 
     @classmethod
     def acquire(cls, folder: Path) -> FolderLock:
@@ -35,6 +37,14 @@ class FolderLock:
             RunError: Another process has it, or the file system knows no locks.
         """
         path = folder / ".lock"
+        lock = cls._acquire(folder, path)
+        while not lock._holds(path):  # its holder removed the file between our opening and our locking it
+            lock.release()
+            lock = cls._acquire(folder, path)
+        return lock
+
+    @classmethod
+    def _acquire(cls, folder: Path, path: Path) -> FolderLock:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -55,13 +65,29 @@ class FolderLock:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()}\n".encode())
-        return cls(handle)
+        return cls(handle, path)
 
     def release(self) -> None:
         """Let go; a second call does nothing."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+    def remove(self) -> None:
+        """Let go and leave no file behind."""
+        if sys.platform == "win32":  # where an open file cannot be removed
+            self.release()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        self.release()
+
+    def _holds(self, path: Path) -> bool:
+        if sys.platform == "win32" or self._handle is None:
+            return True
+        try:
+            return os.path.samestat(os.fstat(self._handle), path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _lock(handle: int) -> None:

@@ -37,7 +37,7 @@ def results_so_far(folder: str | os.PathLike[str]) -> Results:
     if not found:
         raise RunError(
             f"{path} has no results yet: there is no results.json and no measurement. If it is a run's folder, "
-            "wait for its first measurement, or continue it with --resume."
+            "wait for its first measurement, or go on with it: 'kronscope paper' with --resume."
         )
     parts = [loads(file.read_text(encoding="utf-8"), str(file)) for *_, file in found]
     merged = parts[0].merge(*parts[1:])

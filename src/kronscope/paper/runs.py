@@ -34,7 +34,7 @@ from kronscope.errors import RunError
 from kronscope.measures.files import write_atomically
 from kronscope.paper.lock import FolderLock
 
-__all__ = ["Checkpoint", "Run", "environment"]
+__all__ = ["Checkpoint", "Run", "claim", "environment", "write_json"]
 
 _KEEP = 2
 _CONTENTS = ("checkpoints", "stored", "metrics.jsonl", "results.json", "done.json")
@@ -106,24 +106,12 @@ class Run:
             RunError: The folder holds a run, cannot be made, or is in use.
         """
         folder = Path(path)
+        lock = claim(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"Could not make the folder {folder}: {error.strerror}; choose another (--out).") from error
-        lock = FolderLock.acquire(folder)
-        try:
-            if (folder / "config.json").exists():
-                raise RunError(f"{folder} already holds a run; go on with it (--resume) or choose another (--out).")
-            remains = [name for name in _CONTENTS if (folder / name).exists()]
-            if remains:
-                raise RunError(
-                    f"{folder} has {', '.join(remains)} of another run but no config.json; "
-                    f"remove them, or choose another folder (--out)."
-                )
             run = cls(folder, _plain(config), lock)
             run._clear()
-            _write_json(folder / "environment.json", environment())
-            _write_json(folder / "config.json", run.config)
+            write_json(folder / "environment.json", environment())
+            write_json(folder / "config.json", run.config)
             run._open_metrics(0)
         except BaseException:
             lock.release()
@@ -189,7 +177,7 @@ class Run:
     def finish(self) -> None:
         """Mark the run as finished; call it when the results are on disk."""
         self._writable()
-        _write_json(self.folder / "done.json", {"finished": True})
+        write_json(self.folder / "done.json", {"finished": True})
 
     def log(self, step: int, **metrics: float) -> None:
         """Append one line to ``metrics.jsonl``. Only what repeats exactly belongs there: no times."""
@@ -207,7 +195,7 @@ class Run:
     def store(self, name: str, content: Mapping[str, Any]) -> None:
         """Keep a single result under a name, so that a resumed run need not compute it again."""
         self._writable()
-        _write_json(self._stored_path(name), dict(content))
+        write_json(self._stored_path(name), dict(content))
 
     def stored(self, name: str) -> dict[str, Any] | None:
         """What was stored under that name, or None."""
@@ -291,6 +279,37 @@ class Run:
                 path.unlink()
 
 
+def claim(folder: Path) -> FolderLock:
+    """Make a folder that holds no run, and lock it.
+
+    Raises:
+        RunError: The folder holds a run, cannot be made, or is in use.
+    """
+    _check_free(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"Could not make the folder {folder}: {error.strerror}; choose another (--out).") from error
+    lock = FolderLock.acquire(folder)
+    try:
+        _check_free(folder)  # another process may have been faster
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_free(folder: Path) -> None:
+    if (folder / "config.json").exists():
+        raise RunError(f"{folder} already holds a run; choose another folder (--out), or remove this one first.")
+    remains = [name for name in _CONTENTS if (folder / name).exists()]
+    if remains:
+        raise RunError(
+            f"{folder} has {', '.join(remains)} of another run but no config.json; "
+            f"remove them, or choose another folder (--out)."
+        )
+
+
 def environment() -> dict[str, Any]:
     """Versions, machine and threads: what decides the last digits. No names of people, hosts or folders.
 
@@ -327,7 +346,8 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain data so that people can read it too."""
     text = json.dumps(dict(content), indent=2, allow_nan=False, ensure_ascii=False)
     write_atomically(path, lambda file: file.write(text.encode() + b"\n"))
 

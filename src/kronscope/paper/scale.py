@@ -8,6 +8,7 @@ steps, batch, samples and image size. On two idle processor cores a batch of 32 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -169,7 +170,7 @@ def scaled(
         device: Where to train.
 
     Raises:
-        OptionError: A value that makes no sense.
+        OptionError: A value that makes no sense, or a device this machine does not have.
 
     >>> scaled("cifar-resnet18").cuts
     ('steps 10000 -> 300', 'batch 128 -> 32', 'samples 2048 -> 128')
@@ -220,6 +221,14 @@ def _changed(what: str, paper: object, ours: object) -> list[str]:
 
 def _device(name: str) -> str:
     try:
-        return str(torch.device(name))
+        device = torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"There is no device {name!r}; try cpu, cuda or mps.") from error
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # each backend fails in its own way, also with AssertionError
+        reason = textwrap.shorten(str(error), 100, placeholder="…")
+        raise OptionError(
+            f"The device {name!r} cannot be used here ({reason}); choose another, such as cpu."
+        ) from error
+    return str(device)

@@ -22,19 +22,17 @@ class SharedRun:
     Args:
         path: The folder.
         config: What was asked for.
-        resume: Go on with the run that is there, if there is one; None demands that there is none.
+        resume: Go on with the run that is there, if there is one.
         shards: The processes.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None, shards: Shards
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool, shards: Shards) -> None:
         self.folder = Path(path)
         self.shards = shards
         self._run: Run | None = None
         with shards.together():
             if shards.rank == 0:
-                self._run = _started(path, config, resume)
+                self._run = Run.start(path, config, resume=resume)
 
     def __enter__(self) -> SharedRun:
         return self
@@ -95,19 +93,13 @@ class SharedRun:
 AnyRun = Run | SharedRun
 
 
-def start_run(
-    path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None, shards: Shards | None
-) -> AnyRun:
+def start_run(path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool, shards: Shards | None) -> AnyRun:
     """Make a run or go on with it, alone or with other processes.
 
     Raises:
         RunError: As :meth:`Run.start` does.
     """
-    return _started(path, config, resume) if shards is None else SharedRun(path, config, resume, shards)
-
-
-def _started(path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool | None) -> Run:
-    return Run.create(path, config) if resume is None else Run.start(path, config, resume=resume)
+    return Run.start(path, config, resume=resume) if shards is None else SharedRun(path, config, resume, shards)
 
 
 def shards_of(run: AnyRun | None) -> Shards | None:
