@@ -3,6 +3,7 @@ r"""A training run's own gradients: what Adagrad's matrix :math:`H_T = \sum_{t \
 from __future__ import annotations
 
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
 from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
 from kronscope.gradients.shards import Shards, find_shards, together
-from kronscope.gradients.spread import align, check_averaged, open_store, own_folder, owner, write_store
-from kronscope.gradients.storage import MemoryStore, Store, record_bytes, to_state
+from kronscope.gradients.spread import check_averaged, go_on, open_store, own_folder, owner, write_store
+from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import DenseAtoms, GradientStream
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class GradientHistory:
         shapes: Sequence[tuple[int, int]],
         *,
         shards: Shards | None = None,
-        steps: Sequence[int] | None = None,
+        steps: Sequence[int] = (),
+        total_steps: int = 0,
     ) -> None:
         self._store = store
         self.shards = shards
@@ -71,8 +73,8 @@ class GradientHistory:
         self._shapes = dict(zip(names, shapes, strict=True))
         self.every = store.every
         # of all processes
-        self._steps = list(store.steps if steps is None else steps)
-        self.total_steps = self._steps[-1] if self._steps else 0
+        self._steps = list(steps)
+        self.total_steps = total_steps
         self._space: int | None = None
         self._handle: Any = None
         self._take: Callable[[], list[Tensor]] | None = None
@@ -88,7 +90,7 @@ class GradientHistory:
         layers: Sequence[str] | str | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
-        every: int = 1,
+        every: int | None = None,
         dtype: torch.dtype | None = None,
         space: int | None = None,
         resume: bool = False,
@@ -101,12 +103,14 @@ class GradientHistory:
             model: The model.
             layers: Names, globs, row ranges and stacks as for :func:`kronscope.measure`; None takes every matrix.
             path: A folder to write to instead of keeping everything in memory.
-            every: Record every k-th step only.
+            every: Record every k-th step only; default all of them.
             dtype: ``float16`` halves the space (each record with a scale of its own); default the parameter's type.
             space: Bytes allowed. When they would be exceeded, records first go to half precision, then every second
                 one is dropped and ``every`` doubles; measurements then have error bars.
             resume: Go on with the history in ``path`` if there is one, as a resumed training run does; a
-                :meth:`load_state_dict` then drops what was recorded after the checkpoint.
+                :meth:`load_state_dict` then drops what was recorded after the checkpoint. ``every`` and ``dtype`` are
+                then those of the history. Others are for the whole of it: a multiple of its ``every`` drops the records
+                between, and a narrower type converts them.
             distributed: With torch.distributed initialised, every process calls this and each keeps its share of the
                 steps; the gradients must be averaged over processes before the optimizer's step, as
                 DistributedDataParallel and FSDP do. None infers that, False records on this process alone, a process
@@ -114,15 +118,15 @@ class GradientHistory:
 
         Raises:
             LayerError: a layer does not exist, is no matrix, or is not trained by this optimizer.
-            DataError: the folder holds a history already.
-            OptionError: an argument is out of range.
+            DataError: the folder holds a history already, is being written by another one, or cannot be written to.
+            OptionError: an argument is out of range, or does not fit the history that is gone on with.
             DistributedError: another process was called differently, or did not come.
         """
         shards = find_shards(distributed)
         if shards is not None:
             shards.meet("GradientHistory.attach")
-        if every < 1:
-            raise OptionError(f"every must be 1 or more, got {every}.")
+        every = None if every is None else whole_number("every", every)
+        space = None if space is None else whole_number("space", space, " of bytes")
         if dtype not in (None, torch.float16, torch.float32, torch.float64):
             raise OptionError(f"dtype must be float16, float32 or float64, got {dtype}.")
         model = unwrap(model)
@@ -144,15 +148,19 @@ class GradientHistory:
         if shards is not None:
             asked = {"layers": list(zip(names, shapes, strict=True)), "every": every, "dtypes": dtypes, "space": space}
             shards.compare("GradientHistory.attach", {**asked, "path": path is not None, "resume": resume})
-        with together(shards):
-            folder = None if path is None else own_folder(Path(path), shards)
-            store = write_store(names, shapes, dtypes, every, folder, resume)
-        history = cls(store, names, shapes, shards=shards)
-        history.every, history._space = max(every, store.every), space
-        if shards is not None:
-            history._steps = align(store, shards)
-            history.every = max(every, store.every)
-            history.total_steps = history._steps[-1] if history._steps else 0
+        store: Store | None = None
+        try:
+            with together(shards):
+                folder = None if path is None else own_folder(Path(path), shards)
+                store = write_store(names, shapes, dtypes, every or 1, folder, resume)
+            steps, total = go_on(store, shards, every, dtype) if isinstance(store, DiskStore) else ([], 0)
+        except BaseException:
+            # here or on another process; the folder must not stay locked
+            if store is not None:
+                store.close()
+            raise
+        history = cls(store, names, shapes, shards=shards, steps=steps, total_steps=total)
+        history._space = space
         history._gathers = any(hasattr(parameters[name], "full_tensor") for spec in specs for name in spec.parameters)
         history._take = lambda: [_matrix(spec, parameters) for spec in specs]
         history._handle = optimizer.register_step_pre_hook(history._before_step)
@@ -167,13 +175,14 @@ class GradientHistory:
             distributed: As for :meth:`attach`: each process reads its share.
 
         Raises:
-            DataError: there is no history in the folder, it is damaged, or a part of it is missing.
+            DataError: there is no history in the folder, it is damaged, a part of it is missing, or it is no even
+                sample of the steps, as when two wrote it at once.
         """
         shards = find_shards(distributed)
         if shards is not None:
             shards.meet("GradientHistory.open")
-        store, steps = open_store(Path(path), shards)
-        return cls(store, store.names, store.shapes, shards=shards, steps=steps)
+        store, steps, total = open_store(Path(path), shards)
+        return cls(store, store.names, store.shapes, shards=shards, steps=steps, total_steps=total)
 
     def __len__(self) -> int:
         """Number of records."""
@@ -200,7 +209,7 @@ class GradientHistory:
             self._handle = None
 
     def close(self) -> None:
-        """Stop recording and close the files."""
+        """Stop recording, close the files, and let another history go on with them."""
         self.detach()
         self._store.close()
 
@@ -297,12 +306,13 @@ class GradientHistory:
             missing = [step for step in steps if step not in known]
             if missing:
                 raise DataError(f"the gradient history lacks step {missing[0]}, which the checkpoint had recorded.")
-            if steps == self._store.steps[: len(steps)]:
+            if every == self._store.every and steps == self._store.steps[: len(steps)]:
                 self._store.keep_first(len(steps))
             else:
                 self._store.rewrite([known[step] for step in steps], self._store.dtypes, every)
         self._steps, self._counted = everything, (0, [])
         self.total_steps, self.every = int(state_dict["total_steps"]), every
+        self._store.saw(self.total_steps)
 
     # ------------------------------------------------------------------ recording
 
@@ -330,12 +340,11 @@ class GradientHistory:
         if isinstance(found, Tensor) and bool(found):
             return
         self.total_steps += 1
-        if (self.total_steps - 1) % self.every or self._take is None:
-            return
-        if self._space is not None:
+        if self._is_due() and self._space is not None:
             self._make_room(self._space)
-            if (self.total_steps - 1) % self.every:
-                return
+        if not self._is_due() or self._take is None:
+            self._store.saw(self.total_steps)
+            return
         own = self._is_own(self.total_steps)
         with torch.no_grad():
             # gathering a sharded gradient takes all processes
@@ -347,7 +356,12 @@ class GradientHistory:
                     check_averaged(self.shards, self.layers, grads)
                 if own:
                     self._store.append(self.total_steps, grads)
+        if not own:
+            self._store.saw(self.total_steps)
         self._steps.append(self.total_steps)
+
+    def _is_due(self) -> bool:
+        return (self.total_steps - 1) % self.every == 0
 
     def _is_own(self, step: int) -> bool:
         return self.shards is None or owner(step, self.shards.size) == self.shards.rank
@@ -391,6 +405,21 @@ class GradientHistory:
         if layer not in self._shapes:
             raise LayerError(f"layer {layer!r} is not recorded; there are: {', '.join(self.layers)}.")
         return self.layers.index(layer)
+
+
+def whole_number(name: str, value: object, unit: str = "") -> int:
+    """Return an argument that counts something.
+
+    Raises:
+        OptionError: it is no whole number, or below 1.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise OptionError(f"{name} must be a whole number{unit}, at least 1, got {value!r}.")
+    return number
 
 
 def history_weights(steps: Tensor, last: int | Tensor, beta: float | None) -> Tensor:

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kronscope.errors import DataError, DistributedError
+from kronscope.errors import DataError, DistributedError, OptionError
 from kronscope.gradients.shards import Shards, together
-from kronscope.gradients.storage import DiskStore, MemoryStore, Store
+from kronscope.gradients.storage import Asked, DiskStore, MemoryStore, Store
 
 __all__ = [
     "JoinedStore",
     "agreed_steps",
-    "align",
     "check_averaged",
+    "go_on",
     "open_store",
     "own_folder",
     "owner",
@@ -59,8 +59,10 @@ def own_folder(path: Path, shards: Shards | None) -> Path:
     """The folder this process writes to.
 
     Raises:
-        DataError: it holds the history of another number of processes.
+        DataError: it is no folder, or holds the history of another number of processes.
     """
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file, and a gradient history needs a folder; pick another path.")
     size = 1 if shards is None else shards.size
     before = {found for found, _, _ in _folders(path)} | ({1} if (path / "history.json").exists() else set())
     if before - {size}:
@@ -91,8 +93,11 @@ def write_store(
     return store
 
 
-def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedStore, list[int]]:
-    """Open a history for reading, by however many processes it was written; return this process's part and all steps.
+def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedStore, list[int], int]:
+    """Open a history for reading, by however many processes it was written.
+
+    Returns:
+        This process's part, the recorded steps of all, and how many steps were seen.
 
     Raises:
         DataError: there is none, it is damaged, or a part is missing.
@@ -101,37 +106,113 @@ def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedSto
         found = _folders(path)
         if shards is None and not found:
             store = DiskStore.open(path)
-            return store, store.steps
+            _check_even(store)
+            return store, store.steps, _total(store.steps, store.every, store.seen)
         size = max((size for size, _, _ in found), default=1)
         folders = {number: folder for count, number, folder in found if count == size} or {0: path}
         own = [n for n in folders if shards is None or n % shards.size == shards.rank]
         stores = [DiskStore.open(folders[number]) for number in own]
         like = stores[0] if stores else DiskStore.open(next(iter(folders.values())))
-    fact = (size, own, [(store.steps, store.every) for store in stores])
+        if size == 1:
+            for store in stores:
+                _check_even(store)
+    fact = (size, own, [(store.steps, store.every) for store in stores], max((s.seen for s in stores), default=0))
     facts = [fact] if shards is None else shards.gathered(fact)
-    size = max(found for found, _, _ in facts)
-    missing = sorted(set(range(size)) - {number for _, numbers, _ in facts for number in numbers})
+    size = max(fact[0] for fact in facts)
+    missing = sorted(set(range(size)) - {number for fact in facts for number in fact[1]})
     if missing:
         raise DataError(
             f"the gradient history in {path} lacks process-{missing[0]}-of-{size}; put all parts where they are read."
         )
-    steps, every = agreed_steps([part for _, _, parts in facts for part in parts])
-    return JoinedStore(stores, set(steps), every, like), steps
+    steps, every = agreed_steps([part for fact in facts for part in fact[2]])
+    return JoinedStore(stores, set(steps), every, like), steps, _total(steps, every, max(fact[3] for fact in facts))
 
 
-def align(store: Store, shards: Shards) -> list[int]:
-    """Keep the steps that all processes have recorded up to, in one type, and return those of all.
+def go_on(
+    store: DiskStore, shards: Shards | None, every: int | None, dtype: torch.dtype | None
+) -> tuple[list[int], int]:
+    """Make stored records an even sample of all steps so far, kept as it is asked for now.
 
-    A crash may have stopped the processes at different ones.
+    A crash may have stopped the processes at different steps; those that all have recorded up to are kept.
+
+    Args:
+        store: The records of this process.
+        shards: The processes.
+        every: Every which step to keep; None goes on with what is there.
+        dtype: What to keep numbers in; None goes on with what is there.
+
+    Returns:
+        The recorded steps of all processes, and how many steps were seen.
+
+    Raises:
+        OptionError: what is there does not hold what is asked for.
+        DataError: the records are no even sample.
     """
-    half = any(torch.float16 in dtypes for dtypes in shards.gathered(store.dtypes))
-    dtypes = [torch.float16] * len(store.dtypes) if half else store.dtypes
-    steps, every = agreed_steps(shards.gathered((store.steps, store.every)))
+    with together(shards):
+        if shards is None:
+            _check_even(store)
+    fact = (store.steps, store.every, store.seen, store.dtypes, store.asked)
+    facts = [fact] if shards is None else shards.gathered(fact)
+    steps, stored = agreed_steps([(fact[0], fact[1]) for fact in facts])
+    total = _total(steps, stored, max(fact[2] for fact in facts))
+    half = any(torch.float16 in fact[3] for fact in facts)
+    kept = [torch.float16] * len(store.dtypes) if half else store.dtypes
+    asked = max((fact[4] for fact in facts), key=lambda asked: asked.every)
+    next_every = _next_every(store.path, every, stored, asked)
+    dtypes = _next_dtypes(store.path, dtype, kept, asked)
+    steps = [step for step in steps if (step - 1) % next_every == 0]
     known = set(steps)
     keep = [index for index, step in enumerate(store.steps) if step in known]
-    if len(keep) < len(store.steps) or store.dtypes != dtypes or store.every != every:
-        store.rewrite(keep, dtypes, every)
-    return steps
+    with together(shards):
+        if len(keep) < len(store.steps) or store.dtypes != dtypes or store.every != next_every:
+            store.asked = Asked(
+                asked.every if next_every == stored else next_every, asked.dtypes if dtypes == kept else tuple(dtypes)
+            )
+            store.rewrite(keep, dtypes, next_every)
+        if store.seen != total:
+            store.saw(total)
+    return steps, total
+
+
+def _next_every(path: Path, every: int | None, stored: int, asked: Asked) -> int:
+    if every is None or every == stored:
+        return stored
+    if every % stored == 0:
+        return every
+    if stored % every == 0 and every % asked.every == 0:  # fewer are there for want of space
+        return stored
+    raise OptionError(
+        f"the gradient history in {path} has one step in {stored}, and with every={every} it would no longer be an "
+        f"even sample; leave every out to go on with {stored}, give a multiple of {stored} to thin it, or pick another "
+        "path."
+    )
+
+
+def _next_dtypes(path: Path, dtype: torch.dtype | None, kept: list[torch.dtype], asked: Asked) -> list[torch.dtype]:
+    if dtype is None or set(asked.dtypes) == {dtype}:
+        return kept
+    if all(dtype.itemsize <= old.itemsize for old in kept):
+        return [dtype] * len(kept)
+    names = ", ".join(sorted({str(old).removeprefix("torch.") for old in kept}))
+    raise OptionError(
+        f"the gradient history in {path} is kept in {names}, and {dtype} would not bring back the digits it lacks; "
+        "leave dtype out to go on, or pick another path."
+    )
+
+
+def _check_even(store: DiskStore) -> None:
+    """Raise where one process's records are not those of every k-th step."""
+    for number, step in enumerate(store.steps):
+        if step != 1 + number * store.every:
+            raise DataError(
+                f"the gradient history in {store.path} is no even sample: it should hold one step in {store.every}, "
+                f"but its record {number + 1} is of step {step}. Record it again to another path."
+            )
+
+
+def _total(steps: Sequence[int], every: int, seen: int) -> int:
+    """How many steps were seen; the count and the records are not written at one moment, so one may be ahead."""
+    return min(max(seen, steps[-1]), steps[-1] + every - 1) if steps else 0
 
 
 def check_averaged(shards: Shards, layers: Sequence[str], grads: Sequence[Tensor]) -> None:
@@ -191,6 +272,10 @@ class JoinedStore:
         self.append(0, ())
 
     def keep_first(self, count: int) -> None:
+        """Refuse."""
+        self.append(0, ())
+
+    def saw(self, step: int) -> None:
         """Refuse."""
         self.append(0, ())
 

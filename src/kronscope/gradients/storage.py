@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError
+from kronscope.gradients.lock import FileLock, lock_for_writing
 
-__all__ = ["DiskStore", "MemoryStore", "Store"]
+__all__ = ["Asked", "DiskStore", "MemoryStore", "Store"]
 
 _FORMAT = "kronscope-gradients"
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
@@ -49,9 +52,26 @@ class Store(Protocol):
         """Drop all records but the first."""
         ...
 
+    def saw(self, step: int) -> None:
+        """Note a step that has no record here."""
+        ...
+
     def close(self) -> None:
         """Let go of files."""
         ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for, where the records may be fewer or in half precision for want of space.
+
+    Attributes:
+        every: Every which step.
+        dtypes: How to keep each layer's numbers.
+    """
+
+    every: int
+    dtypes: tuple[torch.dtype, ...]
 
 
 def record_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
@@ -102,6 +122,9 @@ class MemoryStore:
         self._records = [records[:count] for records in self._records]
         self.steps = self.steps[:count]
 
+    def saw(self, step: int) -> None:
+        """Nothing to note: the history counts, and dies with the records."""
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -109,8 +132,13 @@ class MemoryStore:
 class DiskStore:
     """Records in a folder: one append-only file per layer, and one with the steps, written last.
 
-    A record counts once its step is in ``steps.bin``, so a crash in the middle of a step loses that step and nothing
-    else. The layers' files are read as memory maps.
+    A record counts once its step is in the file of steps, so a crash in the middle of a step loses that step and
+    nothing else. Steps between records are counted in a file of eight bytes, ``seen``. The layers' files are read as
+    memory maps. Who writes holds the lock of the folder.
+
+    Attributes:
+        seen: The last training step that was seen, with a record or without.
+        asked: What the records would be with space enough.
     """
 
     def __init__(
@@ -124,7 +152,11 @@ class DiskStore:
         self.path, self.names, self.shapes, self.dtypes = path, list(names), list(shapes), list(dtypes)
         self.every = every
         self.steps: list[int] = []
+        self.seen = 0
+        self.asked = Asked(every, tuple(dtypes))
         self._files: list[int] = []
+        self._seen_file: int | None = None
+        self._lock: FileLock | None = None
 
     @classmethod
     def create(
@@ -138,18 +170,24 @@ class DiskStore:
         """Start a new folder.
 
         Raises:
-            DataError: the folder holds a history already.
+            DataError: the folder holds a history already, cannot be made, or is being written.
         """
-        if (path / "history.json").exists():
-            raise DataError(
-                f"{path} holds a gradient history already; open it with GradientHistory.open, pick another path, or "
-                "remove it."
-            )
-        path.mkdir(parents=True, exist_ok=True)
+        _check_empty(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"could not make the folder {path}: {error.strerror}; pick another path.") from error
         store = cls(path, names, shapes, dtypes, every)
-        store._remove_others()
-        store._open(os.O_TRUNC)
-        store._describe()
+        store._lock = lock_for_writing(path)
+        try:
+            _check_empty(path)
+            store._remove_others()
+            (path / "seen").unlink(missing_ok=True)
+            store._open(os.O_TRUNC)
+            store._describe()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -161,8 +199,25 @@ class DiskStore:
             append: Go on writing. Otherwise nothing is touched, since another process may be writing.
 
         Raises:
-            DataError: there is no history, or its description is damaged.
+            DataError: there is no history, it is damaged, two wrote it at once, or (with ``append``) one is writing.
         """
+        if not append:
+            return cls._read(path)
+        lock = lock_for_writing(path)
+        try:
+            store = cls._read(path)
+            store._trim()
+            store._remove_others()
+            store._open()
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        store._lock = lock
+        return store
+
+    @classmethod
+    def _read(cls, path: Path) -> DiskStore:
         try:
             text = json.loads((path / "history.json").read_text())
             if text["format"] != _FORMAT or text["version"] != 1:
@@ -177,7 +232,9 @@ class DiskStore:
                 [getattr(torch, layer["dtype"]) for layer in layers],
             )
             store._generation, store.every = int(text["generation"]), int(text.get("every", 1))
-        except FileNotFoundError as error:
+            asked = text.get("asked", {"every": 1, "dtypes": [layer["dtype"] for layer in layers]})
+            store.asked = Asked(int(asked["every"]), tuple(getattr(torch, name) for name in asked["dtypes"]))
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(f"there is no gradient history in {path}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"the gradient history in {path} is damaged: {error}.") from error
@@ -190,10 +247,13 @@ class DiskStore:
             for index, (shape, dtype) in enumerate(zip(store.shapes, store.dtypes, strict=True))
         ]
         store.steps = steps[: min([len(steps), *complete])]
-        if append:
-            store._trim()
-            store._remove_others()
-            store._open()
+        for before, step in pairwise(store.steps):
+            if step <= before:
+                raise DataError(
+                    f"the gradient history in {path} has step {step} after step {before}: two histories wrote to it at "
+                    "once, and their gradients cannot be told apart. Record it again to another path."
+                )
+        store.seen = max([store._read_seen(), *store.steps[-1:]])
         return store
 
     _generation = 0
@@ -211,6 +271,10 @@ class DiskStore:
             "version": 1,
             "generation": self._generation,
             "every": self.every,
+            "asked": {
+                "every": self.asked.every,
+                "dtypes": [str(dtype).removeprefix("torch.") for dtype in self.asked.dtypes],
+            },
             "layers": layers,
         }
         temporary = self.path / "history.json.part"
@@ -243,6 +307,27 @@ class DiskStore:
             _write(file, head + values.contiguous().cpu().numpy().tobytes())
         _write(self._files[-1], np.int64(step).tobytes())
         self.steps.append(step)
+        self.seen = step
+
+    def saw(self, step: int) -> None:
+        """Note a step that has no record here, in place: eight bytes."""
+        self._check_writing()
+        self.seen = step
+        if self._seen_file is None:
+            self._seen_file = os.open(self.path / "seen", os.O_WRONLY | os.O_CREAT, 0o644)
+        os.lseek(self._seen_file, 0, os.SEEK_SET)
+        _write(self._seen_file, np.int64(step).tobytes())
+
+    def _read_seen(self) -> int:
+        raw = (self.path / "seen").read_bytes() if (self.path / "seen").exists() else b""
+        return int(np.frombuffer(raw, dtype=np.int64)[0]) if len(raw) == 8 else 0
+
+    def _check_writing(self) -> None:
+        if not self._files:
+            raise DataError(
+                "a gradient history that was closed, or opened for reading, cannot be changed; attach with resume=True "
+                "to go on with it."
+            )
 
     def read(self, layer: int, start: int, stop: int) -> Tensor:
         """Return records (k, m, n) of a layer; a view of the file unless they are in half precision."""
@@ -258,13 +343,14 @@ class DiskStore:
 
     def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype], every: int) -> None:
         """Keep only these records, in these types, in new files that replace the old ones at once."""
+        self.saw(self.seen)  # the last record may go
         new = DiskStore(self.path, self.names, self.shapes, dtypes)
         new._generation = self._generation + 1
         new._open(os.O_TRUNC)
         for index in keep:
             new.append(self.steps[index], [self.read(layer, index, index + 1)[0] for layer in range(len(self.shapes))])
         new.close()
-        self.close()
+        self._close_files()
         self.dtypes, self.every, self.steps, self._generation = list(dtypes), every, new.steps, new._generation
         self._describe()  # from here on the new files are the history
         self._remove_others()
@@ -272,14 +358,32 @@ class DiskStore:
 
     def keep_first(self, count: int) -> None:
         """Drop all records but the first."""
+        self._check_writing()
         self.steps = self.steps[:count]
         self._trim()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files and let go of the folder."""
+        self._close_files()
+        if self._seen_file is not None:
+            os.close(self._seen_file)
+            self._seen_file = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _close_files(self) -> None:
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+def _check_empty(path: Path) -> None:
+    if (path / "history.json").exists():
+        raise DataError(
+            f"{path} holds a gradient history already; open it with GradientHistory.open, go on with it "
+            "(resume=True), pick another path, or remove it."
+        )
 
 
 def _write(file: int, data: bytes) -> None:

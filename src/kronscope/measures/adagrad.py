@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
-from kronscope.gradients.history import GradientHistory, history_weights
+from kronscope.gradients.history import GradientHistory, history_weights, whole_number
 from kronscope.gradients.stream import Atoms, GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
@@ -72,9 +72,7 @@ def measure_history(
     details = (details,) if isinstance(details, str) else details
     if unknown := set(details) - set(_DETAILS):
         raise OptionError(f"details of a history may be {_DETAILS}, got {', '.join(sorted(map(repr, unknown)))}.")
-    steps = sorted({history.total_steps} if at is None else {at} if isinstance(at, int) else set(at))
-    if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
-        raise OptionError(f"at must be steps from {history.steps[0]} to {history.total_steps}, got {at!r}.")
+    steps = _chosen_steps(history, at)
     chosen = several(approximations)
     names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     for name in names:
@@ -115,6 +113,20 @@ def measure_history(
     if shards is None or partial:
         return Results(rows, curves, settings, partial)
     return shards.by_first(lambda: Results(rows, curves, {**settings, "processes": shards.size}))
+
+
+def _chosen_steps(history: GradientHistory, at: Sequence[int] | int | None) -> list[int]:
+    """The steps to measure at, ascending."""
+    if at is None:
+        return [history.total_steps]
+    given = at if isinstance(at, Iterable) else [at]
+    try:
+        steps = sorted({whole_number("at", step) for step in given})
+    except OptionError:
+        steps = []
+    if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:
+        raise OptionError(f"at must be whole steps from {history.steps[0]} to {history.total_steps}, got {at!r}.")
+    return steps
 
 
 class _Running:
