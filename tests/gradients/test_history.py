@@ -352,7 +352,7 @@ def _measured(**options: Any) -> Callable[[Path], object]:
         (_attach(every=1.5), OptionError, r"every must be a whole number, at least 1, got 1.5"),
         (_attach(every=True), OptionError, r"every must be a whole number, at least 1, got True"),
         (_attach(space="1MB"), OptionError, r"space must be a whole number of bytes, at least 1, got '1MB'"),
-        (_attach(space=1e9), OptionError, r"space must be a whole number of bytes"),
+        (_attach(space=1.5e-1), OptionError, r"space must be a whole number of bytes"),
         (_attach(dtype=torch.bfloat16), OptionError, r"dtype must be float16"),
         (_attach(space=100), OptionError, r"fewer than four records of 48 bytes.*allow more"),
         (_twice, DataError, r"holds a gradient history already; open it"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kronscope as ks
+from kronscope import locks
 from kronscope.errors import DataError, LayerError, OptionError
-from kronscope.gradients import lock
 from tests.gradients.given import Run, given_grads, stored
 
 
@@ -103,7 +103,7 @@ def test_steps_that_are_there_twice_are_refused(tmp_path: Path) -> None:
         ks.GradientHistory.open(tmp_path)
     with pytest.raises(DataError, match="two histories wrote") as raised:
         run.attach(path=tmp_path, resume=True)
-    lock.FileLock.acquire(tmp_path / ".lock").release()
+    locks.FileLock.acquire(tmp_path / ".lock").release()
     assert raised.value.__traceback__ is not None  # kept, as a notebook does, and with it what was local
 
 
@@ -111,7 +111,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     def refusing(handle: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock, "_lock", refusing)
+    monkeypatch.setattr(locks, "_lock", refusing)
     run = Run(given_grads(2))
     with pytest.warns(UserWarning, match="cannot lock files"):
         history = run.attach(path=tmp_path)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import kronscope as ks
+from kronscope import locks
 from kronscope.errors import RunError
-from kronscope.paper import Run, lock
-from kronscope.paper.lock import FolderLock
+from kronscope.paper import Run
+from kronscope.paper.lock import lock_folder
 from kronscope.paper.measurement import MeasurementFolder
 
 _RESULTS = ks.Results([ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)])
@@ -76,7 +77,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
 def test_a_lock_on_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, first = lock._lock, [True]
+    real, first = locks._lock, [True]
 
     def removed_meanwhile(handle: int) -> None:
         if first:
@@ -84,9 +85,9 @@ def test_a_lock_on_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
             (tmp_path / ".lock").unlink()
         real(handle)
 
-    monkeypatch.setattr(lock, "_lock", removed_meanwhile)
-    held = FolderLock.acquire(tmp_path)
+    monkeypatch.setattr(locks, "_lock", removed_meanwhile)
+    held = lock_folder(tmp_path)
     with pytest.raises(RunError, match="another process"):
-        FolderLock.acquire(tmp_path)
+        lock_folder(tmp_path)
     held.remove()
     assert not _names(tmp_path)

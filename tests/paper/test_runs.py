@@ -15,7 +15,7 @@ import torch
 
 from kronscope.errors import RunError
 from kronscope.paper import runs
-from kronscope.paper.lock import FolderLock
+from kronscope.paper.lock import lock_folder
 from kronscope.paper.runs import Run
 
 _CONFIG = {"workload": "x", "steps": 3, "data": {"name": "y"}, "points": (1, 2)}
@@ -225,8 +225,8 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
 _HOLD = """
 import sys, time
 from pathlib import Path
-from kronscope.paper.lock import FolderLock
-lock = FolderLock.acquire(Path(sys.argv[1]))
+from kronscope.paper.lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -239,11 +239,11 @@ def test_a_killed_writer_leaves_no_stale_lock(tmp_path):
         try:
             assert other.stdout.readline() == "held\n"
             with pytest.raises(RunError, match=f"process {other.pid}"):
-                FolderLock.acquire(tmp_path)
+                lock_folder(tmp_path)
         finally:
             other.send_signal(signal.SIGKILL)
         other.wait()
-    lock = FolderLock.acquire(tmp_path)
+    lock = lock_folder(tmp_path)
     lock.release()
     lock.release()
     assert multiprocessing.active_children() == before

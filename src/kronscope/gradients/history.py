@@ -414,7 +414,9 @@ def whole_number(name: str, value: object, unit: str = "") -> int:
         OptionError: it is no whole number, or below 1.
     """
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        # 1e9 is how people write many bytes
+        given = int(value) if isinstance(value, float) and value.is_integer() and unit else value
+        number = 0 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         number = 0
     if number < 1:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError
-from kronscope.gradients.lock import FileLock, lock_for_writing
+from kronscope.gradients.lock import lock_for_writing
+from kronscope.locks import FileLock
 
 __all__ = ["Asked", "DiskStore", "MemoryStore", "Store"]
 

@@ -106,9 +106,10 @@ def run_experiment(
             measuring(None)
 
         if not run.done:
-            train(settings, dataset, run=run, on_start=work.attach, on_measure=on_measure, progress=progress)
-            measuring(settings.steps)
-            results = work.finish()
+            with work:
+                train(settings, dataset, run=run, on_start=work.attach, on_measure=on_measure, progress=progress)
+                measuring(settings.steps)
+                results = work.finish()
             work.by_first(lambda: results.save(run.results_path))
             run.finish()
             measuring(None)
@@ -124,6 +125,14 @@ class _Experiment:
         self.shards = shards_of(run)
         self.names: dict[str, str] = {}
         self.history: GradientHistory | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        # also after an interrupt: whoever goes on with the run must find the folder free
+        if self.history is not None:
+            self.history.close()
 
     def by_first(self, action: Callable[[], _T]) -> _T:
         """What the first process returns; it alone acts."""
@@ -209,7 +218,6 @@ class _Experiment:
                     progress=self.show_bars,
                 )
                 self._store("adagrad", measured)
-            self.history.close()
         parts = [
             part
             for step in self.settings.measure_at

@@ -11,8 +11,8 @@ from typing import Any
 
 from kronscope import figures
 from kronscope.gradients.shards import Shards, together
+from kronscope.locks import FileLock
 from kronscope.measures import Results
-from kronscope.paper.lock import FolderLock
 from kronscope.paper.runs import claim, environment, write_json
 
 __all__ = ["MeasurementFolder"]
@@ -42,7 +42,7 @@ class MeasurementFolder:
     def __init__(self, path: str | os.PathLike[str], shards: Shards | None = None) -> None:
         self.path = Path(path)
         self._shards = shards
-        self._lock: FolderLock | None = None
+        self._lock: FileLock | None = None
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._locked_before = (self.path / ".lock").exists()
         self._written = False

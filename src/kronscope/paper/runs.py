@@ -31,8 +31,9 @@ from typing import Any, BinaryIO
 import torch
 
 from kronscope.errors import RunError
+from kronscope.locks import FileLock
 from kronscope.measures.files import write_atomically
-from kronscope.paper.lock import FolderLock
+from kronscope.paper.lock import lock_folder
 
 __all__ = ["Checkpoint", "Run", "claim", "environment", "write_json"]
 
@@ -66,7 +67,7 @@ class Run:
     (1, [{'step': 1, 'loss': 0.5}])
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], lock: FolderLock | None) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], lock: FileLock | None) -> None:
         self.folder = folder
         self.config = config
         self._lock = lock
@@ -133,7 +134,7 @@ class Run:
             raise RunError(f"{folder} holds no run: there is no config.json. Give the folder a run was written to.")
         if not resume:
             return cls(folder, config, None)
-        lock = FolderLock.acquire(folder)
+        lock = lock_folder(folder)
         try:
             run = cls(folder, config, lock)
             run._resume()
@@ -279,7 +280,7 @@ class Run:
                 path.unlink()
 
 
-def claim(folder: Path) -> FolderLock:
+def claim(folder: Path) -> FileLock:
     """Make a folder that holds no run, and lock it.
 
     Raises:
@@ -290,7 +291,7 @@ def claim(folder: Path) -> FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"Could not make the folder {folder}: {error.strerror}; choose another (--out).") from error
-    lock = FolderLock.acquire(folder)
+    lock = lock_folder(folder)
     try:
         _check_free(folder)  # another process may have been faster
     except BaseException:
