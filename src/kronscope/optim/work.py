@@ -27,6 +27,8 @@ from kronscope.optim.stacks import Member, Stack
 
 __all__ = ["Work", "portions", "take_roots", "together"]
 
+Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
+
 # Smaller matrices are decomposed faster in one call than handed to threads one by one.
 _LEAST_IN_THREADS = 64
 # Multiply-adds below which handing a portion to a thread costs more than it gains.
@@ -121,7 +123,7 @@ class Work:
         """Multiply-adds of :meth:`turn`."""
         return 2.0 * math.prod(self.block) * sum(self.block[mode] for mode in modes)
 
-    def finish(self, put: Callable[[Member, Tensor], None]) -> None:
+    def finish(self, put: Put) -> None:
         """Form the updates with the roots as they are now, and hand them over."""
         refreshed = self._stack.refreshed[self._rows]
         for mode, index in self.due:
@@ -132,10 +134,7 @@ class Work:
             self._stack.refreshed[self._rows] = refreshed
             for name, tensor in self.state.items():
                 self._stack.tensors[name][self._rows] = tensor
-        offset = 0
-        for member in self.members:
-            put(member, update[offset : offset + member.tile.count])
-            offset += member.tile.count
+        put(list(zip(self.members, update.split([member.tile.count for member in self.members]), strict=True)))
 
 
 def _rows(members: Sequence[Member]) -> slice | Tensor:
@@ -152,12 +151,12 @@ def _joined(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([grad.to(dtype) for grad in grads])
 
 
-def together(works: Sequence[Work], put: Callable[[Member, Tensor], None]) -> None:
+def together(works: Sequence[Work], put: Put) -> None:
     """Take the step of all works: gradients in, roots, updates out.
 
     Args:
         works: The works.
-        put: Takes the updates of a member's blocks; called from any thread.
+        put: Takes the updates of some members' blocks; called from any thread.
     """
     costs = [work.cost if work.is_on_cpu else 0.0 for work in works]
     _side_by_side([work.take_in for work in works], costs)

@@ -218,8 +218,9 @@ class _Both:
     def blocks(self, member: Member) -> Tensor:
         return self._of(member.param).blocks(member)
 
-    def put(self, member: Member, update: Tensor) -> None:
-        self._of(member.param).put(member, update)
+    def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
+        for exchange in (self._sharded, self._replicated):
+            exchange.put([(member, update) for member, update in updates if self._of(member.param) is exchange])
 
     def finish(self) -> None:
         self._sharded.finish()

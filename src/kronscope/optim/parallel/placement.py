@@ -12,7 +12,7 @@ from kronscope.optim.config import Hyper
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.stacks import Member
 
-__all__ = ["Apply", "Exchange", "Placement", "Planned", "Ranges", "Tensors"]
+__all__ = ["Apply", "Exchange", "Placement", "Planned", "Ranges", "Tensors", "apply_by_group"]
 
 Tensors = dict[str, Tensor]
 # For each parameter, for each of its tiles (or for the rows of an elementwise one), the range of each process.
@@ -41,8 +41,8 @@ class Exchange(Protocol):
         """Return the gradients (count, *block) of this process's blocks of a tile."""
         ...
 
-    def put(self, member: Member, update: Tensor) -> None:
-        """Take the updates of the same blocks; called from any thread."""
+    def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
+        """Take the updates of the same blocks, of some members; called from any thread."""
         ...
 
     def finish(self) -> None:
@@ -130,3 +130,24 @@ class Placement(Protocol):
             sizes: Bytes of each tensor of each parameter's whole state.
         """
         ...
+
+
+def apply_by_group(
+    changes: Sequence[tuple[Tensor, Tensor, Tensor]],
+    active: Mapping[Tensor, int],
+    groups: Sequence[dict[str, Any]],
+    apply: Apply,
+) -> None:
+    """Apply updates with one call per parameter group.
+
+    Args:
+        changes: Parameters, the tensors to change in their stead, and updates.
+        active: The groups of parameters.
+        groups: All parameter groups.
+        apply: Changes parameters.
+    """
+    for index, group in enumerate(groups):
+        mine = [change for change in changes if active[change[0]] == index]
+        if mine:
+            params, targets, updates = (list(column) for column in zip(*mine, strict=True))
+            apply(params, targets, updates, group)

@@ -19,7 +19,7 @@ from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import gather_flat
-from kronscope.optim.parallel.placement import Apply
+from kronscope.optim.parallel.placement import Apply, apply_by_group
 from kronscope.optim.parallel.shards import local_gradient, local_tensor
 from kronscope.optim.stacks import Member
 
@@ -138,24 +138,16 @@ class ReplicatedExchange:
         work, grads = self._work[member.param, member.tile_index]
         return prepared_gradient(work, grads, self._groups[self._active[member.param]])
 
-    def put(self, member: Member, update: Tensor) -> None:
-        """Step in the buffer; on an accelerator when all updates are there, with one call for all."""
-        work, _ = self._work[member.param, member.tile_index]
-        if work.device.type == "cpu":
-            self._apply([member.param], [work], [update], self._groups[self._active[member.param]])
-        else:
-            self._updates.append((member.param, work, update))
-
-    def _step_kept(self) -> None:
-        for index, group in enumerate(self._groups):
-            mine = [entry for entry in self._updates if self._active[entry[0]] == index]
-            if mine:
-                params, work, updates = (list(column) for column in zip(*mine, strict=True))
-                self._apply(params, work, updates, group)
+    def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
+        """Keep the updates until all are there; on a CPU step in the buffer at once."""
+        changes = [(m.param, self._work[m.param, m.tile_index][0], update) for m, update in updates]
+        now = [change for change in changes if change[1].device.type == "cpu"]
+        self._updates += [change for change in changes if change[1].device.type != "cpu"]
+        apply_by_group(now, self._active, self._groups, self._apply)
 
     def finish(self) -> None:
         """Step, gather what the others did, and then write it all."""
-        self._step_kept()
+        apply_by_group(self._updates, self._active, self._groups, self._apply)
         arrived: list[tuple[Segment, Tensor]] = []
         for kind, by_process in self._buffers.items():
             sizes = [segments[-1].stop if segments else 0 for segments in by_process]

@@ -20,7 +20,7 @@ from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import all_to_all
-from kronscope.optim.parallel.placement import Apply
+from kronscope.optim.parallel.placement import Apply, apply_by_group
 from kronscope.optim.parallel.shards import Shards, local_gradient, local_tensor
 from kronscope.optim.stacks import Member, factor_dtype
 
@@ -227,9 +227,9 @@ class ShardedExchange:
                 target.copy_(values.view(target.shape))
         return self._grads.pop((member.param, member.tile_index))
 
-    def put(self, member: Member, update: Tensor) -> None:
+    def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
         """Keep the updates until all are there."""
-        self._updates[member.param, member.tile_index] = update
+        self._updates.update({(member.param, member.tile_index): update for member, update in updates})
 
     def finish(self) -> None:
         """Send the updates to where the parameters are, and step."""
@@ -245,12 +245,9 @@ class ShardedExchange:
                 updates[piece.param] = values.new_empty(self._routes.part_view(piece.param))
             target = updates[piece.param][piece.in_part]
             target.copy_(values.view(target.shape))
-        for index, group in enumerate(self._groups):
-            mine = [param for param in updates if self._active[param] == index]
-            if mine:
-                parts = [local_tensor(param) for param in mine]
-                shaped = [updates[param].view(part.shape) for param, part in zip(mine, parts, strict=True)]
-                self._apply(mine, parts, shaped, group)
+        parts = {param: local_tensor(param) for param in updates}
+        changes = [(param, part, updates[param].view(part.shape)) for param, part in parts.items()]
+        apply_by_group(changes, self._active, self._groups, self._apply)
 
     def _start(
         self, traffic: Traffic, values: Callable[[Piece], Tensor], kinds: Mapping[Tensor, Kind], what: str

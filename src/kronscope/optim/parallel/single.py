@@ -10,7 +10,7 @@ from torch import Tensor
 from kronscope.errors import StateError
 from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout
-from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors
+from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors, apply_by_group
 from kronscope.optim.stacks import Member
 
 __all__ = ["SingleProcess"]
@@ -102,23 +102,22 @@ class LocalExchange:
         assert param.grad is not None
         return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
 
-    def put(self, member: Member, update: Tensor) -> None:
+    def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
         """Keep the updates until all are there; on a CPU step at once, while they are in its cache."""
-        param, layout = member.param, member.layout
-        if param.device.type == "cpu" and len(layout.tiles) == 1:
-            group = self._groups[self._active[param]]
-            self._apply([param], [param], [_assembled(layout, {0: update})], group)
-        else:
-            self._updates.setdefault(param, {})[member.tile_index] = update
-            self._layouts[param] = layout
+        ready = []
+        for member, update in updates:
+            param, layout = member.param, member.layout
+            if param.device.type == "cpu" and len(layout.tiles) == 1:
+                ready.append((param, param, _assembled(layout, {0: update})))
+            else:
+                self._updates.setdefault(param, {})[member.tile_index] = update
+                self._layouts[param] = layout
+        apply_by_group(ready, self._active, self._groups, self._apply)
 
     def finish(self) -> None:
         """Put the tiles together and step."""
-        for index, group in enumerate(self._groups):
-            mine = [param for param in self._updates if self._active[param] == index]
-            if mine:
-                updates = [_assembled(self._layouts[param], self._updates[param]) for param in mine]
-                self._apply(mine, mine, updates, group)
+        kept = [(param, param, _assembled(self._layouts[param], tiles)) for param, tiles in self._updates.items()]
+        apply_by_group(kept, self._active, self._groups, self._apply)
 
 
 def _assembled(layout: Layout, tiles: dict[int, Tensor]) -> Tensor:
