@@ -78,22 +78,22 @@ def accumulate(state: Tensors, grads: Tensor, factored: Sequence[bool], hyper: H
     if hyper.family == "soap":
         return Moments(soap_accumulate(state, grads, modes, hyper, step))
     decay, gain = (1.0 if hyper.is_sum else hyper.beta2), hyper.gain()
+    moved = short_first(grads)
     if hyper.family == "kl":
-        _accumulate_kl(state, grads, modes, decay, gain)
+        _accumulate_kl(state, moved, modes, decay, gain)
     elif hyper.power_rounds > 1 and len(modes) == 2 and grads.ndim == 3:
         _accumulate_rounds(state, grads, hyper, step)
     else:
-        moved = short_first(grads)
         for mode in modes:
             add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
-    graft = adam_graft(state, grads, hyper, step)
+    graft = adam_graft(state, moved, hyper, step)
     if graft is not None:
         return Moments(state["exp_avg"], block_norms(graft))
     if "graft_sq" in state:
-        update_second_moment(state["graft_sq"], grads, hyper)
+        update_second_moment(state["graft_sq"], moved, hyper)
     if hyper.beta1 == 0:
-        return Moments(grads)
-    return Moments(state["exp_avg"].lerp_(grads, 1 - hyper.beta1))
+        return Moments(moved)
+    return Moments(state["exp_avg"].lerp_(moved, 1 - hyper.beta1))
 
 
 def refresh_roots(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
@@ -195,7 +195,7 @@ def _weights(
 
 def _accumulate_kl(state: Tensors, grads: Tensor, modes: Sequence[int], decay: float, gain: float) -> None:
     shape = (-1, *[1] * (grads.ndim - 1))
-    rms = torch.linalg.vector_norm(grads.flatten(1), dim=1) / math.sqrt(grads[0].numel())
+    rms = block_norms(grads).flatten() / math.sqrt(grads[0].numel())
     grams = {}
     for mode in modes:
         whitened = grads

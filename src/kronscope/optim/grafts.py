@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
+from kronscope.optim.pieces import in_memory_order
 
 __all__ = [
     "adam_graft",
@@ -58,20 +59,23 @@ def graft_direction(mean: Tensor, second: Tensor | None, hyper: Hyper, step: int
 
 
 def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int) -> Tensor | None:
-    """Update both moments and return Adam's direction in one pass over memory; None where no kernel does that."""
+    """Update both moments and return Adam's direction, its modes in any order; None where no kernel does that."""
     graft = hyper.scale
     if not isinstance(graft, Graft) or graft.kind != "adam" or hyper.beta1 == 0 or grads.device.type != "cpu":
         return None
     beta2, eps = hyper.graft_beta2(), hyper.eps if graft.eps is None else graft.eps
-    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64) or not grads.is_contiguous():
+    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64):
         return None
-    direction = torch.zeros_like(grads)
+    views = in_memory_order(grads, state["exp_avg"], state["graft_sq"])
+    if views is None:
+        return None
+    direction = torch.zeros_like(views[0])
     # fused Adam on parameters of zero with the learning rate -1 leaves the direction itself
     torch._fused_adam_(
         [direction],
-        [grads],
-        [state["exp_avg"]],
-        [state["graft_sq"]],
+        [views[0]],
+        [views[1]],
+        [views[2]],
         [],
         [torch.tensor(float(step))],
         amsgrad=False,

@@ -45,7 +45,6 @@ def soap_accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: 
         inside = moved
         for mode in modes:
             inside = batched_times(state[f"basis{mode}"].mT, inside, mode)
-        inside = inside.contiguous()
         state["exp_avg_sq"].mul_(decay).addcmul_(inside, inside, value=gain)
         if hyper.beta1 > 0:
             state["exp_avg"].lerp_(inside, 1 - hyper.beta1)
@@ -85,9 +84,8 @@ def soap_floor(deviations: Tensor) -> Tensor:
 
     Where the gradients have no component, turning them leaves rounding errors, which Adam would blow up to full steps.
     """
-    block = deviations.shape[1:]
-    largest = deviations.flatten(1).amax(1).view(-1, *[1] * len(block))
-    return largest * default_cutoff(max(block), deviations.dtype)
+    largest = deviations.amax(tuple(range(1, deviations.ndim)), keepdim=True)
+    return largest * default_cutoff(max(deviations.shape[1:]), deviations.dtype)
 
 
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
@@ -105,11 +103,13 @@ def new_bases(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int)
 
 def turn_moments(state: Tensors, mode: int, index: Tensor, new: Tensor, hyper: Hyper) -> None:
     """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
-    turn = new.mT @ state[f"basis{mode}"][index]
-    state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
+    # a slice is no copy
+    rows = slice(int(index), int(index) + 1) if index.numel() == 1 else index
+    turn = new.mT @ state[f"basis{mode}"][rows]
+    state["exp_avg_sq"][rows] = batched_times(turn.square(), state["exp_avg_sq"][rows], mode)
     if hyper.beta1 > 0:
-        state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
-    state[f"basis{mode}"][index] = new
+        state["exp_avg"][rows] = batched_times(turn, state["exp_avg"][rows], mode)
+    state[f"basis{mode}"][rows] = new
 
 
 def change_basis(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:

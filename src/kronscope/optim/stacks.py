@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
-from kronscope.optim.pieces import Tensors, new_state
+from kronscope.optim.pieces import MOMENTS, Tensors, new_state, short_first
 
 __all__ = ["Member", "Stack", "add_missing", "block_key", "build_stacks", "factor_dtype", "initial_state"]
 
@@ -167,7 +167,9 @@ def _own(tile: Tile, rows: Tensor) -> Tensor:
 def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors]) -> Tensor:
     """Copy one tensor of all members into a stack, and leave views of the stack in their places."""
     pieces = [state[member.param][block_key(member.tile_index, name)] for member in stack.members]
-    whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+    whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).contiguous()
+    if name in MOMENTS:
+        whole = short_first(whole)
     for member in stack.members:
         state[member.param][block_key(member.tile_index, name)] = whole[member.start : member.stop]
     return whole

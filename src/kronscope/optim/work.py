@@ -1,4 +1,4 @@
-"""A step in three rounds: gradients are taken in, roots that are due are taken, updates are formed.
+"""A step in three rounds: gradients are taken in, roots that are due are taken, updates that wait for them are formed.
 
 The blocks of a stack are treated in portions that fit a cache. On a CPU each portion is one thread's, where there are
 enough of them to keep all threads busy; so are the roots, whichever stack they belong to.
@@ -158,10 +158,20 @@ def together(works: Sequence[Work], put: Put) -> None:
         works: The works.
         put: Takes the updates of some members' blocks; called from any thread.
     """
-    costs = [work.cost if work.is_on_cpu else 0.0 for work in works]
-    _side_by_side([work.take_in for work in works], costs)
-    take_roots(works)
-    _side_by_side([partial(work.finish, put) for work in works], costs)
+
+    def begin(work: Work) -> None:
+        work.take_in()
+        if not work.due:
+            # at once, while what was taken in is in the cache
+            work.finish(put)
+
+    def cost(work: Work) -> float:
+        return work.cost if work.is_on_cpu else 0.0
+
+    _side_by_side([partial(begin, work) for work in works], [cost(work) for work in works])
+    waiting = [work for work in works if work.due]
+    take_roots(waiting)
+    _side_by_side([partial(work.finish, put) for work in waiting], [cost(work) for work in waiting])
 
 
 def take_roots(works: Sequence[Work]) -> None:
