@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kronscope.kron.triangles import Triangle, is_packed
-from kronscope.optim.pieces import add_gram, batched_times, short_first
+from kronscope.optim.pieces import add_gram, batched_times, in_memory_order, short_first
 
 SHAPES = [(5, 4), (40, 36, 3), (33, 3, 34), (3, 40, 33), (2, 3, 40), (34, 2, 3, 33), (260, 40, 3), (35, 1, 36)]
 
@@ -49,3 +49,14 @@ def test_short_modes_come_first_in_memory_and_nothing_else_changes():
     assert short_first(moved) is moved
     matrix = torch.randn(2, 5, 4)
     assert short_first(matrix) is matrix
+
+
+def test_views_in_memory_order_are_contiguous_or_none():
+    tensors = torch.arange(2 * 40 * 33 * 3, dtype=torch.float32).view(2, 40, 33, 3)
+    moved = short_first(tensors)
+    views = in_memory_order(moved, short_first(tensors + 1))
+    assert views is not None
+    assert all(view.is_contiguous() for view in views)
+    assert torch.equal(views[1], views[0] + 1)
+    assert views[0].data_ptr() == moved.data_ptr()
+    assert in_memory_order(moved, tensors) is None

@@ -12,6 +12,7 @@ import torch
 
 from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo, WarmQR
 from kronscope.optim import work as work_module
+from kronscope.optim.pieces import short_first
 from kronscope.optim.work import Work, portions, take_roots
 from tests.optim.tools import copies, gradients, parameters, train
 
@@ -88,6 +89,33 @@ def test_portions_in_threads_give_the_numbers_of_one_stack(name, two_threads, mo
             step(cut, others, number)
         for mine, theirs in zip(params, others, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["grafted", "soap", "kl"])
+def test_moments_of_tensors_lie_as_a_step_wants_them_also_after_loading(name):
+    makers: dict[str, Any] = {
+        "grafted": lambda p: Shampoo(p, 1e-2, refresh=3, exponent=-0.25, scale="adam", betas=(0.9, 0.99), view="modes"),
+        "soap": lambda p: SOAP(p, 1e-2, refresh=3, view="modes"),
+        "kl": lambda p: KLShampoo(p, 1e-2, refresh=3, view="modes", merge=9),
+    }
+    params = parameters((40, 36, 3, 3), (40, 36, 3, 3), dtype=torch.float32)
+    grads = [gradients((40, 36, 3, 3), 8, seed=i, dtype=torch.float32) for i in range(2)]
+    optimizer = makers[name](params)
+    train(optimizer, params, [g[:4] for g in grads])
+    other = copies(params)
+    resumed = makers[name](other)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    train(optimizer, params, [g[4:] for g in grads])
+    train(resumed, other, [g[4:] for g in grads])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(params, other, strict=True))
+    for one in (optimizer, resumed):
+        mean = one._stacks[0].tensors["exp_avg"]
+        assert mean.shape[1:3] == (40, 36)
+        assert mean.stride()[1:3] == (36, 1)
+        assert short_first(mean) is mean
 
 
 def test_a_portion_has_neighbours_only_and_is_small():
