@@ -325,3 +325,14 @@ def test_the_table_of_step_times_is_its_record(label: str, ratio: str) -> None:
         key = in_view if name == "resnet18" and ratio.startswith("SOAP") else ratio
         wanted.append(", ".join(f"{run[name]['ratios']['wall'][key]:.2f}" for run in runs))
     assert shown == wanted
+
+
+def test_the_ratios_with_one_thread_are_their_record() -> None:
+    sets = json.loads((RECORDS / "optim_speed_one_thread.json").read_text(encoding="utf-8"))["sets"]
+    text = " ".join((DOCS / "optimizers.md").read_text(encoding="utf-8").split())
+    for name, words in (("transformer", "the transformer"), ("resnet18", "ResNet18"), ("squares", "the squares")):
+        wall = sets[name]["ratios"]["wall"]
+        ours = "Shampoo / Distributed Shampoo"
+        soap = "SOAP, as published's view / published SOAP" if name == "resnet18" else "SOAP / published SOAP"
+        first, second, third = (wall[key] for key in (ours, f"{ours}, unpacked", soap))
+        assert f"{first:.2f}, {second:.2f} and {third:.2f} on {words}" in text
