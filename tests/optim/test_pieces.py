@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kronscope.kron.triangles import Triangle, is_packed
+from kronscope.optim.grafts import with_lengths_of
 from kronscope.optim.pieces import add_gram, batched_times, in_memory_order, short_first
 
 SHAPES = [(5, 4), (40, 36, 3), (33, 3, 34), (3, 40, 33), (2, 3, 40), (34, 2, 3, 33), (260, 40, 3), (35, 1, 36)]
@@ -60,3 +61,21 @@ def test_views_in_memory_order_are_contiguous_or_none():
     assert torch.equal(views[1], views[0] + 1)
     assert views[0].data_ptr() == moved.data_ptr()
     assert in_memory_order(moved, tensors) is None
+
+
+def test_a_graft_is_formed_once_also_where_a_direction_has_no_length():
+    formed = []
+
+    def graft() -> torch.Tensor:
+        formed.append(1)
+        return torch.full((2, 3, 2), 2.0)
+
+    direction = torch.ones(2, 3, 2)
+    direction[1] = 0
+    found = with_lengths_of(graft, direction)
+    torch.testing.assert_close(found, torch.full((2, 3, 2), 2.0))
+    assert formed == [1]
+    direction = torch.ones(1, 3, 2)
+    with_lengths_of(graft, direction, torch.full((1, 1, 1), 6.0**0.5))
+    torch.testing.assert_close(direction, torch.ones(1, 3, 2))
+    assert formed == [1]

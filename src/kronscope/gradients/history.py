@@ -3,7 +3,6 @@ r"""A training run's own gradients: what Adagrad's matrix :math:`H_T = \sum_{t \
 from __future__ import annotations
 
 import math
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kronscope.checks import count
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
 from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
 from kronscope.gradients.shards import Shards, find_shards, together
@@ -125,8 +125,10 @@ class GradientHistory:
         shards = find_shards(distributed)
         if shards is not None:
             shards.meet("GradientHistory.attach")
-        every = None if every is None else whole_number("every", every)
-        space = None if space is None else whole_number("space", space, " of bytes")
+        every = None if every is None else count("every", every)
+        if isinstance(space, float) and space.is_integer():
+            space = int(space)  # 1e9 is how people write many bytes
+        space = None if space is None else count("space in bytes", space)
         if dtype not in (None, torch.float16, torch.float32, torch.float64):
             raise OptionError(f"dtype must be float16, float32 or float64, got {dtype}.")
         model = unwrap(model)
@@ -405,23 +407,6 @@ class GradientHistory:
         if layer not in self._shapes:
             raise LayerError(f"layer {layer!r} is not recorded; there are: {', '.join(self.layers)}.")
         return self.layers.index(layer)
-
-
-def whole_number(name: str, value: object, unit: str = "") -> int:
-    """Return an argument that counts something.
-
-    Raises:
-        OptionError: it is no whole number, or below 1.
-    """
-    try:
-        # 1e9 is how people write many bytes
-        given = int(value) if isinstance(value, float) and value.is_integer() and unit else value
-        number = 0 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise OptionError(f"{name} must be a whole number{unit}, at least 1, got {value!r}.")
-    return number
 
 
 def history_weights(steps: Tensor, last: int | Tensor, beta: float | None) -> Tensor:

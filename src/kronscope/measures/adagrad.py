@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
+from kronscope.checks import count
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
-from kronscope.gradients.history import GradientHistory, history_weights, whole_number
+from kronscope.gradients.history import GradientHistory, history_weights
 from kronscope.gradients.stream import Atoms, GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
@@ -121,7 +122,7 @@ def _chosen_steps(history: GradientHistory, at: Sequence[int] | int | None) -> l
         return [history.total_steps]
     given = at if isinstance(at, Iterable) else [at]
     try:
-        steps = sorted({whole_number("at", step) for step in given})
+        steps = sorted({count("at", step) for step in given})
     except OptionError:
         steps = []
     if not steps or steps[0] < history.steps[0] or steps[-1] > history.total_steps:

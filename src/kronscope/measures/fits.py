@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kronscope.approx import Approximation, several
+from kronscope.checks import count
 from kronscope.errors import OptionError
 from kronscope.measures.probes import Probes
 
-__all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit", "count", "whole"]
+__all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit"]
 
 DEFAULT_APPROXIMATIONS = ("optimal", "shampoo2", "shampoo", "kfac-reduce")
 DETAILS = ("spectrum", "exponents", "batch_sizes")
@@ -64,17 +63,3 @@ class Fit:
         if isinstance(self.estimator, Probes):
             return self.estimator
         return Probes(seed=seed) if self.estimator == "probes" else None
-
-
-def count(name: str, number: Any) -> int:
-    """Return a whole number of 1 or more; raise for anything else."""
-    if (found := whole(name, number)) < 1:
-        raise OptionError(f"{name} must be a whole number of 1 or more, got {number!r}.")
-    return found
-
-
-def whole(name: str, number: Any) -> int:
-    """Return a whole number, NumPy's included, as an int; raise for anything else."""
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise OptionError(f"{name} must be a whole number, got {number!r}.")
-    return operator.index(number)

@@ -97,12 +97,16 @@ def with_lengths_of(graft: Callable[[], Tensor], direction: Tensor, lengths: Ten
         direction: Updates (B, ...).
         lengths: Lengths (B, 1, ...) of the grafted updates, if they are known.
     """
-    wanted = block_norms(graft()) if lengths is None else lengths
+    grafted = graft() if lengths is None else None
+    wanted = lengths if grafted is None else block_norms(grafted)
+    assert wanted is not None
     own = block_norms(direction)
     usable = own > 0
     out = direction.mul_(torch.where(usable, wanted / torch.where(usable, own, torch.ones_like(own)), own))
     # a direction of length zero has nothing to stretch: the grafted update itself is the honest fallback
-    return out if _all_true(usable) else torch.where(usable, out, graft())
+    if _all_true(usable):
+        return out
+    return torch.where(usable, out, graft() if grafted is None else grafted)
 
 
 def rescaled(direction: Tensor, hyper: Hyper) -> Tensor:
