@@ -188,12 +188,12 @@ def _paper_command(figure: str) -> Callable[..., None]:
 
 
 def _paper(figure: str, asked: _PaperArguments) -> None:
-    from kronscope.gradients.shards import find_shards, together
     from kronscope.measures import Results
     from kronscope.paper import plans
     from kronscope.paper.experiment import Options
     from kronscope.paper.outputs import columns_of, write_outputs
     from kronscope.paper.scale import scaled
+    from kronscope.support.processes import find_shards, together
 
     console = _console()
     if asked.labels not in ("exact", "sampled"):
@@ -333,8 +333,8 @@ def measure(
 ) -> None:
     """Measure a model of yours."""
     from kronscope import measure as run_measure
-    from kronscope.gradients.shards import find_shards, together
     from kronscope.paper.measurement import MeasurementFolder
+    from kronscope.support.processes import find_shards, together
     from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
 
     console = _console()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from kronscope import approx
 from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
 from kronscope.gradients.data import map_tensors, tensors_of
-from kronscope.gradients.shards import Shards
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
+from kronscope.support.processes import Shards
 
 __all__ = ["approximation_names", "load_data", "load_loss", "load_model", "load_object", "own_part"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kronscope as ks
-from kronscope.gradients import shards
 from kronscope.measures import Results
+from kronscope.support import processes
 from tests.distributed.processes import Case, Place
 
 FEW = ("optimal", "shampoo2", "kfac-reduce", "diagonal")
@@ -138,11 +138,11 @@ def other_parameters(place: Place) -> Results:
 def first_only(place: Place) -> Results:
     if place.rank:
         return Results([])
-    before, shards.MEETING_SECONDS = shards.MEETING_SECONDS, 0.5
+    before, processes.MEETING_SECONDS = processes.MEETING_SECONDS, 0.5
     try:
         return measured(place)
     finally:
-        shards.MEETING_SECONDS = before
+        processes.MEETING_SECONDS = before
 
 
 def too_few(place: Place) -> Results:

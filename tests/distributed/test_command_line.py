@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import kronscope as ks
-from kronscope.gradients.shards import Shards
 from kronscope.launch import is_first, process_group
 from kronscope.paper import plans
 from kronscope.paper.experiment import run_experiment
 from kronscope.paper.scale import scaled
+from kronscope.support.processes import Shards
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kronscope as ks
-from kronscope import locks
 from kronscope.errors import DataError, LayerError, OptionError
+from kronscope.support import locks
 from tests.gradients.given import Run, given_grads, stored
 
 

@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kronscope.errors import OptionError, ResultsError
-from kronscope.measures import files, schema, table
+from kronscope.measures import schema, table
 from kronscope.measures.results import Results
 from kronscope.measures.rows import COLUMNS, Detail, Row
+from kronscope.support import files
 from tests.figures import synthetic
 
 finite = st.floats(-2, 2)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import kronscope as ks
-from kronscope import locks
 from kronscope.errors import RunError
 from kronscope.paper import Run
 from kronscope.paper.lock import lock_folder
 from kronscope.paper.measurement import MeasurementFolder
+from kronscope.support import locks
 
 _RESULTS = ks.Results([ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)])
 _KILLED = """

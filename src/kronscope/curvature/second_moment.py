@@ -16,7 +16,6 @@ from kronscope.curvature.pairs import assembled_kernels, pair_squares
 from kronscope.curvature.pieces import bounded, own_gram, rotated_squares, split
 from kronscope.curvature.tiles import Pieces, over_pairs
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
-from kronscope.gradients.shards import together
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
 from kronscope.kron import (
     Diagonal,
@@ -29,6 +28,7 @@ from kronscope.kron import (
     factored_gram,
     mode_gram,
 )
+from kronscope.support.processes import together
 
 __all__ = ["SecondMoment"]
 

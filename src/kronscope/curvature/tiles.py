@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kronscope.gradients.shards import Shards
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.support.processes import Shards
 
 __all__ = ["Pieces", "over_pairs"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kronscope.errors import MissingExtraError, OptionError
 from kronscope.figures.style import Style, styles
-from kronscope.measures.files import write_atomically
 from kronscope.measures.rows import Row
+from kronscope.support.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from kronscope.gradients.guard import untouched
 from kronscope.gradients.labels import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
-from kronscope.gradients.shards import Shards, together
 from kronscope.gradients.stream import Atoms, GradientStream
+from kronscope.support.processes import Shards, together
 
 __all__ = ["LayerPlan", "Recorder"]
 

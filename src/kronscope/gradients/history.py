@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kronscope.checks import count
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
 from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
-from kronscope.gradients.shards import Shards, find_shards, together
 from kronscope.gradients.spread import check_averaged, go_on, open_store, own_folder, owner, write_store
 from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import DenseAtoms, GradientStream
+from kronscope.support.checks import count
+from kronscope.support.processes import Shards, find_shards, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

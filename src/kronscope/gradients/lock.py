@@ -7,9 +7,9 @@ import os
 import warnings
 from pathlib import Path
 
-from kronscope.callers import callers_level
 from kronscope.errors import DataError
-from kronscope.locks import FileLock, HeldError
+from kronscope.support.callers import callers_level
+from kronscope.support.locks import FileLock, HeldError
 
 __all__ = ["lock_for_writing"]
 

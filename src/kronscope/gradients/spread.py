@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, DistributedError, OptionError
-from kronscope.gradients.shards import Shards, together
 from kronscope.gradients.storage import Asked, DiskStore, MemoryStore, Store
+from kronscope.support.processes import Shards, together
 
 __all__ = [
     "JoinedStore",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kronscope.errors import DataError
 from kronscope.gradients.lock import lock_for_writing
-from kronscope.locks import FileLock
+from kronscope.support.locks import FileLock
 
 __all__ = ["Asked", "DiskStore", "MemoryStore", "Store"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
-from kronscope.gradients.shards import Shards
+from kronscope.support.processes import Shards
 
 __all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
-from kronscope.checks import count
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.history import GradientHistory, history_weights
@@ -22,6 +21,7 @@ from kronscope.measures.processes import described
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
+from kronscope.support.checks import count
 
 __all__ = ["measure_history"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kronscope.approx import Approximation, several
-from kronscope.checks import count
 from kronscope.errors import OptionError
 from kronscope.measures.probes import Probes
+from kronscope.support.checks import count
 
 __all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit"]
 

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from kronscope.approx import Approximation
-from kronscope.checks import count, whole
 from kronscope.errors import ModelError, OptionError
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.labels import read_loss
-from kronscope.gradients.shards import find_shards, together
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit
 from kronscope.measures.probes import Probes
 from kronscope.measures.processes import common_budget, described, same_model
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.work import TRUTHS, FitWork, Work
+from kronscope.support.checks import count, whole
+from kronscope.support.processes import find_shards, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

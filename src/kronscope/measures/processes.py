@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from kronscope.approx import Approximation
 from kronscope.gradients.data import checksum
 from kronscope.gradients.matrices import unwrap
-from kronscope.gradients.shards import Shards
 from kronscope.measures.budget import parse_budget
+from kronscope.support.processes import Shards
 
 __all__ = ["common_budget", "described", "same_model"]
 

@@ -184,7 +184,8 @@ class Results:
         Raises:
             ResultsError: The file cannot be written there.
         """
-        from kronscope.measures import files, schema
+        from kronscope.measures import schema
+        from kronscope.support import files
 
         text = schema.dumps(self)
         return files.write_atomically(path, lambda file: file.write(text.encode()))

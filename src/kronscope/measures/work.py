@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kronscope.approx import Approximation, get
-from kronscope.callers import callers_level
 from kronscope.curvature import SecondMoment
 from kronscope.errors import MemoryBudgetError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
@@ -24,6 +23,7 @@ from kronscope.measures.probes import Probes
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
+from kronscope.support.callers import callers_level
 
 __all__ = ["TRUTHS", "FitWork", "Work"]
 

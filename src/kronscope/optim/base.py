@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.callers import callers_level
 from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
@@ -48,6 +47,7 @@ from kronscope.optim.state import (
     placed,
 )
 from kronscope.optim.work import Work, portions, together
+from kronscope.support.callers import callers_level
 
 __all__ = ["KroneckerOptimizer"]
 

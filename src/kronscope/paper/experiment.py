@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronscope.gradients.history import GradientHistory
-from kronscope.gradients.shards import find_shards
 from kronscope.measures import Results, measure_fits, measure_history
 from kronscope.measures.probes import Probes
 from kronscope.measures.schema import dumps, loads
@@ -25,6 +24,7 @@ from kronscope.paper.plans import Plan
 from kronscope.paper.scale import Settings
 from kronscope.paper.shared import AnyRun, shards_of, start_run
 from kronscope.paper.training import Progress, Stateful, train
+from kronscope.support.processes import find_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

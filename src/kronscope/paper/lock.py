@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kronscope.errors import RunError
-from kronscope.locks import FileLock, HeldError
+from kronscope.support.locks import FileLock, HeldError
 
 __all__ = ["lock_folder"]
 

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from kronscope import figures
-from kronscope.gradients.shards import Shards, together
-from kronscope.locks import FileLock
 from kronscope.measures import Results
 from kronscope.paper.runs import claim, environment, write_json
+from kronscope.support.locks import FileLock
+from kronscope.support.processes import Shards, together
 
 __all__ = ["MeasurementFolder"]
 

@@ -31,9 +31,9 @@ from typing import Any, BinaryIO
 import torch
 
 from kronscope.errors import RunError
-from kronscope.locks import FileLock
-from kronscope.measures.files import write_atomically
 from kronscope.paper.lock import lock_folder
+from kronscope.support.files import write_atomically
+from kronscope.support.locks import FileLock
 
 __all__ = ["Checkpoint", "Run", "claim", "environment", "write_json"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kronscope.gradients.shards import Shards
 from kronscope.paper.runs import Checkpoint, Run
+from kronscope.support.processes import Shards
 
 __all__ = ["AnyRun", "SharedRun", "shards_of", "start_run"]
 

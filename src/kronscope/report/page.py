@@ -18,10 +18,10 @@ from kronscope.errors import OptionError
 from kronscope.figures.figure2 import BARS, CURVES
 from kronscope.figures.style import TRUTHS, Style, condition_label, styles
 from kronscope.measures import schema
-from kronscope.measures.files import write_atomically
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Row
 from kronscope.measures.table import setting_lines
+from kronscope.support.files import write_atomically
 
 __all__ = ["render", "write_report"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, OptionError
-from kronscope.gradients.shards import Shards
+from kronscope.support.processes import Shards
 
 __all__ = [
     "Dataset",
