@@ -45,6 +45,7 @@ rows = st.builds(
     samples=st.integers(0, 10**7),
     seconds=maybe,
     note=names,
+    options=names,
 )
 details = st.builds(
     Detail,
@@ -55,6 +56,7 @@ details = st.builds(
     batch_size=st.integers(1, 256),
     kind=st.sampled_from(["spectrum", "exponents", "batch_sizes"]),
     values=st.dictionaries(names, st.one_of(st.lists(maybe, max_size=4), maybe, names), max_size=3),
+    options=names,
 )
 settings = st.dictionaries(
     names.filter(lambda name: name != "runs"),
@@ -219,7 +221,7 @@ def test_a_file_round_trip(tmp_path: Path) -> None:
     assert path == tmp_path / "new" / "run.json"
     assert Results.load(path) == Results.load(str(path)) == results
     head = json.loads(path.read_text())
-    assert (head["format"], head["schema_version"], head["partial"]) == ("kronscope-results", 1, True)
+    assert (head["format"], head["schema_version"], head["partial"]) == ("kronscope-results", 2, True)
     assert None in [row["cosine"] for row in head["rows"]]
     assert list(path.parent.iterdir()) == [path]
 
@@ -244,11 +246,13 @@ def damaged(change: dict[str, Any]) -> str:
         ('{"a": 1,}', "is not JSON"),
         ("[1, 2]", 'expected .*"format": "kronscope-results".* holds other JSON'),
         ('{"format": "other"}', "holds other JSON"),
-        (damaged({"schema_version": 2}), "newer kronscope: its schema_version is 2.*pip install --upgrade"),
+        (damaged({"schema_version": 3}), "newer kronscope: its schema_version is 3.*pip install --upgrade"),
         (damaged({"schema_version": "x"}), "no valid schema_version"),
         (damaged({"settings": None}), "'settings' is missing or no dict"),
         (damaged({"row": {"cosine": "gone"}}), "row 1 of .* missing or unknown entries cosine"),
         (damaged({"row": {"extra": 1}}), "missing or unknown entries extra"),
+        (damaged({"row": {"options": "gone"}}), "missing or unknown entries options"),
+        (damaged({"row": {"options": 3}}), "options must be text, but is 3"),
         (damaged({"row": {"layer": 3}}), "layer must be text, but is 3"),
         (damaged({"row": {"rows": 1.5}}), "row 1 of .* is damaged"),
         (damaged({"row": {"cosine": [1]}}), "row 1 of .* is damaged"),

@@ -14,7 +14,7 @@ from kronscope.approx.kfac import EigenvalueCorrectedKfac, KfacExpand, KfacReduc
 from kronscope.approx.eigenbasis import Caspr, Soap  # isort: skip
 from kronscope.approx.kl import KlOptimal  # isort: skip
 from kronscope.approx.simple import DiagonalFit, IdentityFit, OneSided  # isort: skip
-from kronscope.approx.registry import Approximation, all_approximations, get, names, register, several
+from kronscope.approx.registry import Approximation, all_approximations, get, names, options_of, register, several
 from kronscope.approx.svd import SingularTriples, singular_triples
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "all_approximations",
     "get",
     "names",
+    "options_of",
     "register",
     "several",
     "singular_triples",

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from kronscope.errors import OptionError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 
-__all__ = ["Approximation", "all_approximations", "get", "names", "register", "several"]
+__all__ = ["Approximation", "all_approximations", "get", "names", "options_of", "register", "several"]
 
 
 class Approximation(Protocol):
@@ -101,19 +101,41 @@ def _set_flags(cls: type[Any]) -> None:
             setattr(cls, flag, default)
 
 
+def options_of(approximation: Approximation) -> str:
+    """Return the options of an approximation that are not at their defaults, as text; empty for none.
+
+    >>> options_of(get("kronecker-sum", rank=3)), options_of(get("kronecker-sum"))
+    ('rank=3', '')
+    """
+    if not is_dataclass(approximation):
+        return ""
+    known = [field for field in fields(approximation) if field.init]
+    given = {field.name: _text(getattr(approximation, field.name)) for field in known}
+    usual = {
+        field.name: _text(field.default if field.default_factory is MISSING else field.default_factory())
+        for field in known
+    }
+    return ", ".join(f"{name}={text}" for name, text in given.items() if text != usual[name])
+
+
+def _text(value: object) -> str:
+    """A value on one line; without the address that an object shows by default, another one in every run."""
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else " ".join(repr(value).split())
+
+
 def several(approximations: Sequence[str | Approximation] | str | Approximation) -> tuple[Approximation, ...]:
-    """Return approximations by name or object, each name once, so that results can tell them apart.
+    """Return approximations by name or object, no two alike, so that results can tell them apart.
 
     Raises:
-        OptionError: none is given, or two have one name.
+        OptionError: none is given, or two have one name and the same options.
     """
     given = approximations if isinstance(approximations, Sequence) else (approximations,)
     found = tuple(get(item) for item in ((given,) if isinstance(given, str) else given))
     if not found:
         raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
-    names_given = [item.name for item in found]
-    if twice := sorted({name for name in names_given if names_given.count(name) > 1}):
-        raise OptionError(f"the approximation {twice[0]!r} is given twice; measure the two in separate calls.")
+    given_as = [(item.name, options_of(item)) for item in found]
+    if twice := sorted({known for known in given_as if given_as.count(known) > 1}):
+        raise OptionError(f"the approximation {twice[0][0]!r} is given twice with the same options; give it once.")
     return found
 
 

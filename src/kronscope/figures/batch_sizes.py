@@ -38,7 +38,9 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
         raise OptionError(f"This figure needs batch-size sweeps{asked}, but {there}.")
     shown = steps[-1] if step is None else step
     # Results merged from several batch sizes hold the same sweep more than once.
-    sweeps = list({(item.layer, item.truth, item.labels): item for item in sweeps if item.step == shown}.values())
+    sweeps = list(
+        {(item.layer, item.truth, item.labels, item.options): item for item in sweeps if item.step == shown}.values()
+    )
     curves = [name for item in sweeps for name in item.values if name != "batch_size" and item.series(name)]
     looks = styles(curves)
     columns = min(canvas.columns_for(len(sweeps)), 3)
@@ -62,6 +64,7 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
         # The sweep takes the batch size's place, so only truth and labels name the panel.
         names = [TRUTHS.get(item.truth, item.truth)]
         names += [LABELS.get(item.labels, item.labels)] if item.truth != "adagrad" else []
+        names += [item.options] if item.options else []
         title = " · ".join([*names, f"step {item.step:,}"])
         axes.set_title(f"{item.layer}\n{title}", fontsize=8.5, color=canvas.INK)
         canvas.set_cosine_axis(axes, limits, label=number % columns == 0)

@@ -123,9 +123,9 @@ def set_cosine_axis(axes: Axes, limits: tuple[float, float], *, label: bool = Tr
 
 
 def draw_cosines(axes: Axes, rows: Sequence[Row], looks: dict[str, Style]) -> None:
-    """One line per approximation against the step, with error bars where there are errors."""
+    """One line per variant of an approximation against the step, with error bars where there are errors."""
     for depth, (name, look) in enumerate(looks.items()):
-        points = sorted((row for row in rows if row.approximation == name), key=lambda row: row.step)
+        points = sorted((row for row in rows if row.variant == name), key=lambda row: row.step)
         if all(math.isnan(row.cosine) for row in points):
             continue
         draw_line(
@@ -231,5 +231,5 @@ def columns_for(panels: int) -> int:
 
 
 def looks_for(rows: Iterable[Row]) -> dict[str, Style]:
-    """The looks of the approximations that have a cosine somewhere in ``rows``."""
-    return styles(row.approximation for row in rows if not math.isnan(row.cosine))
+    """The looks of the variants of approximations that have a cosine somewhere in ``rows``."""
+    return styles(row.variant for row in rows if not math.isnan(row.cosine))

@@ -58,13 +58,14 @@ def comparison(
 
     A line of the grid without any data is left out; a single empty panel says so.
     """
-    looks = styles(approximations)
+    asked = set(approximations)
     chosen = {
-        name: [[row for row in panel if row.approximation in looks] for panel in panels]
+        name: [[row for row in panel if asked & {row.approximation, row.variant}] for panel in panels]
         for name, panels in lines.items()
     }
     chosen = {name: panels for name, panels in chosen.items() if any(panels)} or dict(list(chosen.items())[:1])
     everything = [row for panels in chosen.values() for panel in panels for row in panel]
+    looks = styles(row.variant for row in everything)
     limits = canvas.cosine_limits(row.cosine for row in everything)
     columns = len(titles)
     figure = canvas.new_figure(max(2.9 * columns + 0.4, 4.2), 2.15 * len(chosen) + 0.75)

@@ -98,7 +98,7 @@ def _dots(results: Results) -> Figure:
         axes.set_title(condition_label(*condition), fontsize=9, color=canvas.INK)
         rows = [row for row in results if row.condition == condition]
         for place, (name, look) in enumerate(looks.items()):
-            chosen = [row for row in rows if row.approximation == name and not math.isnan(row.cosine)]
+            chosen = [row for row in rows if row.variant == name and not math.isnan(row.cosine)]
             if by_layer:
                 # Side by side within a layer's band, so that equal cosines do not hide each other.
                 shift = 0.5 * (place / max(len(looks) - 1, 1) - 0.5) if len(looks) > 1 else 0.0

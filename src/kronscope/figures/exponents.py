@@ -32,7 +32,7 @@ def exponents(results: Results) -> Figure:
     sweeps = [item for item in results.details if item.kind == "exponents"]
     if not sweeps:
         raise OptionError("This figure needs exponent sweeps, but there are none; measure with details=('exponents',).")
-    panels = list(dict.fromkeys((item.layer, item.condition) for item in sweeps))
+    panels = list(dict.fromkeys((item.layer, item.condition, item.options) for item in sweeps))
     steps = sorted({item.step for item in sweeps})
     columns = min(canvas.columns_for(len(panels)), 3)
     lines = math.ceil(len(panels) / columns)
@@ -49,12 +49,12 @@ def exponents(results: Results) -> Figure:
         if number >= len(panels):
             axes.set_visible(False)
             continue
-        layer, condition = panels[number]
+        layer, condition, options = panels[number]
         canvas.tidy(axes)
         for item in sorted(sweeps, key=lambda item: item.step):
-            if (item.layer, item.condition) == panels[number]:
+            if (item.layer, item.condition, item.options) == panels[number]:
                 _draw_sweep(axes, item, colors(float(scale(item.step))))
-        axes.set_title(f"{layer}\n{condition_label(*condition)}", fontsize=8.5, color=canvas.INK)
+        axes.set_title(f"{layer}\n{condition_label(*condition, options)}", fontsize=8.5, color=canvas.INK)
         canvas.set_cosine_axis(axes, limits, label=number % columns == 0)
         for power, name in ((0.5, "Shampoo"), (1.0, "Shampoo²")):
             axes.axvline(power, color="#999999", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)

@@ -73,14 +73,14 @@ LABELS = {"exact": "exact labels", "sampled": "sampled labels", "real": "real la
 
 
 def display_name(approximation: str) -> str:
-    """The name a reader sees; a name that is not in the table stays as it is.
+    """The name a reader sees; a name that is not in the table stays as it is, and so do options.
 
-    >>> display_name("shampoo2"), display_name("my-own")
-    ('Shampoo²', 'my-own')
+    >>> display_name("shampoo2"), display_name("my-own"), display_name("shampoo2 (replacement=False)")
+    ('Shampoo²', 'my-own', 'Shampoo² (replacement=False)')
     """
-    if approximation in _STYLES:
-        return _STYLES[approximation].name
-    return str(approx.get(approximation).title) if approximation in approx.names() else approximation
+    name, gap, options = approximation.partition(" (")
+    registered = approx.get(name).title if name in approx.names() else name
+    return f"{_STYLES[name].name if name in _STYLES else registered}{gap}{options}"
 
 
 def in_order(approximations: Iterable[str]) -> list[str]:
@@ -113,17 +113,17 @@ def styles(approximations: Iterable[str]) -> dict[str, Style]:
     return looks
 
 
-def condition_label(truth: str, labels: str, batch_size: int) -> str:
-    """Truth, labels and batch size in a few words.
+def condition_label(truth: str, labels: str, batch_size: int, options: str = "") -> str:
+    """Truth, labels, batch size and options in a few words.
 
     >>> condition_label("gauss_newton", "real", 256), condition_label("adagrad", "real", 1)
     ('Gauss–Newton · real labels · B = 256', 'Adagrad')
     """
     name = TRUTHS.get(truth, truth)
     if truth == "adagrad":
-        return name
+        return " · ".join(filter(None, [name, options]))
     parts = [name, LABELS.get(labels, labels)]
     # With exact labels the batch size changes nothing, so it would only be noise.
     if labels != "exact" or batch_size != 1:
         parts.append(f"B = {batch_size}")
-    return " · ".join(parts)
+    return " · ".join(filter(None, [*parts, options]))

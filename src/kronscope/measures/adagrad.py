@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
+from kronscope.approx import Approximation, Optimal, OptimalFit, options_of, several, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.history import GradientHistory, history_weights
@@ -20,7 +20,7 @@ from kronscope.measures.layer import Condition, LayerStreams, layer_rows
 from kronscope.measures.processes import described
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Detail, Row
+from kronscope.measures.rows import Detail, Row, variant_name
 from kronscope.support.checks import count
 
 __all__ = ["measure_history"]
@@ -108,7 +108,7 @@ def measure_history(
         "steps recorded": f"{len(history)} of {history.total_steps}",
         "every": history.every,
         "weights": "sum" if beta is None else f"exponential mean, beta {beta}",
-        "approximations": [item.name for item in chosen],
+        "approximations": [variant_name(item.name, options_of(item)) for item in chosen],
         "torch": torch.__version__,
     }
     if shards is None or partial:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kronscope.approx import Approximation, Optimal
+from kronscope.approx import Approximation, Optimal, options_of
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError, NotFactoredError
 from kronscope.gradients.stream import GradientStream
@@ -15,7 +15,7 @@ from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
-from kronscope.measures.rows import Row
+from kronscope.measures.rows import NO_REPLACEMENT, Row
 
 __all__ = ["Condition", "LayerStreams", "layer_rows"]
 
@@ -104,6 +104,10 @@ def layer_rows(
             return streams.truth
         return batched if approximation.uses_batches else streams.fitted
 
+    def options_for(approximation: Approximation) -> str:
+        drawn_otherwise = not replacement and stream_for(approximation) is batched is not streams.fitted
+        return ", ".join(filter(None, [options_of(approximation), NO_REPLACEMENT * drawn_otherwise]))
+
     for approximation in approximations:
         started = time.perf_counter()
         notes = list(common)
@@ -139,6 +143,7 @@ def layer_rows(
             samples=condition.samples,
             seconds=time.perf_counter() - started,
             note="; ".join(notes),
+            options=options_for(approximation),
         )
         done(approximation.name)
 

@@ -87,8 +87,13 @@ class Results:
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        """Every approximation, in the order asked for."""
+        """Every approximation's name, in the order asked for."""
         return tuple(dict.fromkeys(row.approximation for row in self.rows))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Every approximation with its options, as tables and figures name them, in the order asked for."""
+        return tuple(dict.fromkeys(row.variant for row in self.rows))
 
     @property
     def conditions(self) -> tuple[tuple[str, str, int], ...]:
@@ -109,6 +114,7 @@ class Results:
         labels: str | Iterable[str] | None = None,
         batch_size: int | Iterable[int] | None = None,
         step: int | Iterable[int] | None = None,
+        options: str | Iterable[str] | None = None,
     ) -> Results:
         """The rows (and curves) that match every argument: a value, several values, or a pattern with ``*``.
 
@@ -130,6 +136,7 @@ class Results:
             "labels": labels,
             "batch_size": batch_size,
             "step": step,
+            "options": options,
         }
         tests = {
             name: _matcher(name, value, {getattr(row, name) for row in self.rows})
@@ -138,12 +145,15 @@ class Results:
         }
         rows = [row for row in self.rows if all(test(getattr(row, name)) for name, test in tests.items())]
         # Curves belong to a layer, a step and a condition, not to one approximation.
-        tests.pop("approximation", None)
+        for name in ("approximation", "options"):
+            tests.pop(name, None)
         details = [item for item in self.details if all(test(getattr(item, name)) for name, test in tests.items())]
         return Results(rows, details, self.settings, self.partial)
 
     def merge(self, *others: Results) -> Results:
         """All rows of these results, in order; where two measured the same thing, the later one stands.
+
+        Fits with different options (of the approximation, or batches drawn without replacement) are different things.
 
         Settings on which all agree stay; the others are listed run by run under ``"runs"``. The whole is partial
         if one part is.
@@ -171,10 +181,11 @@ class Results:
         return Results(rows.values(), details.values(), settings, any(part.partial for part in parts))
 
     def to_pandas(self) -> pd.DataFrame:
-        """The rows as a data frame with the columns :data:`COLUMNS`."""
+        """The rows as a data frame with the columns :data:`COLUMNS`, and ``options`` where a row has any."""
         import pandas as pd
 
-        return pd.DataFrame({name: [getattr(row, name) for row in self.rows] for name in COLUMNS})
+        names = (*COLUMNS, "options") if any(row.options for row in self.rows) else COLUMNS
+        return pd.DataFrame({name: [getattr(row, name) for row in self.rows] for name in names})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything to one JSON file, which :meth:`load` reads back as it was.
@@ -287,7 +298,7 @@ def _check_questions(parts: Sequence[Results]) -> None:
             if different:
                 name = different[0]
                 raise ResultsError(
-                    f"Both results have layer {row.layer!r}, step {row.step}, approximation {row.approximation!r}, but "
+                    f"Both results have layer {row.layer!r}, step {row.step}, approximation {row.variant!r}, but "
                     f"one with {name}={before[name]!r} and one with {name}={question[name]!r}; keep them apart, for "
                     "example in a dictionary."
                 )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COLUMNS", "Detail", "Row"]
+__all__ = ["COLUMNS", "NO_REPLACEMENT", "Detail", "Row", "since", "variant_name"]
 
 COLUMNS = (
     "layer",
@@ -28,6 +28,27 @@ COLUMNS = (
 )
 _INTEGERS = ("rows", "cols", "step", "batch_size", "samples")
 _FLOATS = ("cosine", "stderr", "relative_error", "seconds")
+
+
+# What options say of batches that are drawn without replacement.
+NO_REPLACEMENT = "replacement=False"
+
+
+def since(version: int, default: Any) -> Any:
+    """An entry that files have from a schema version on; from older files it is read as ``default``.
+
+    A new entry of :class:`Row` or :class:`Detail` goes last, and its version is one more than the last released one.
+    """
+    return dataclasses.field(default=default, metadata={"since": version})
+
+
+def variant_name(approximation: str, options: str) -> str:
+    """What tables, figures and curves call an approximation with options.
+
+    >>> variant_name("shampoo", "exponent=0.75"), variant_name("shampoo", "")
+    ('shampoo (exponent=0.75)', 'shampoo')
+    """
+    return f"{approximation} ({options})" if options else approximation
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +70,8 @@ class Row:
         samples: How many data samples the numbers come from.
         seconds: What this row took.
         note: What a reader must know, such as why the cosine is NaN.
+        options: How the fit differs from the usual one of that name, such as ``exponent=0.75``, or
+            ``replacement=False`` for batches drawn without replacement where that makes a difference.
 
     Infinite numbers are kept as NaN. Two rows are equal when all their entries are, NaN being equal to NaN.
 
@@ -70,6 +93,7 @@ class Row:
     samples: int = 0
     seconds: float = math.nan
     note: str = ""
+    options: str = since(2, "")
 
     def __post_init__(self) -> None:
         for name in _INTEGERS:
@@ -88,9 +112,14 @@ class Row:
         return (self.truth, self.labels, self.batch_size)
 
     @property
-    def key(self) -> tuple[str, int, str, str, int, str]:
+    def variant(self) -> str:
+        """The approximation with its options: rows that agree in all else but this are different fits."""
+        return variant_name(self.approximation, self.options)
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int, str, str]:
         """What was measured, without the answer."""
-        return (self.layer, self.step, *self.condition, self.approximation)
+        return (self.layer, self.step, *self.condition, self.approximation, self.options)
 
     def _comparable(self) -> tuple[object, ...]:
         return tuple(_nan_to_none(getattr(self, entry.name)) for entry in dataclasses.fields(self))
@@ -114,8 +143,9 @@ class Detail:
         batch_size: Which B.
         kind: ``spectrum`` (``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``),
             ``exponents`` (``exponent``, ``cosine``) or ``batch_sizes`` (``batch_size`` and one curve per
-            approximation).
+            approximation, by its :attr:`Row.variant`).
         values: Lists of numbers, numbers and text, by name.
+        options: ``replacement=False`` for batches drawn without replacement where that makes a difference, else empty.
 
     >>> curve = {"exponent": [0.5, 1.0], "cosine": [0.8, 0.9]}
     >>> Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", curve).series("cosine")
@@ -129,6 +159,7 @@ class Detail:
     batch_size: int
     kind: str
     values: Mapping[str, Sequence[float] | float | str]
+    options: str = since(2, "")
 
     def __post_init__(self) -> None:
         for name in ("step", "batch_size"):
@@ -142,9 +173,9 @@ class Detail:
         return (self.truth, self.labels, self.batch_size)
 
     @property
-    def key(self) -> tuple[str, int, str, str, int, str]:
+    def key(self) -> tuple[str, int, str, str, int, str, str]:
         """What was measured, without the answer."""
-        return (self.layer, self.step, *self.condition, self.kind)
+        return (self.layer, self.step, *self.condition, self.kind, self.options)
 
     def series(self, name: str) -> list[float]:
         """The list of numbers called ``name``; empty if there is none."""

@@ -17,7 +17,14 @@ from kronscope.measures.rows import Detail, Row
 __all__ = ["FORMAT", "SCHEMA_VERSION", "dumps", "loads", "read_text", "to_plain"]
 
 FORMAT = "kronscope-results"
-SCHEMA_VERSION = 1
+_FIRST_VERSION = 1
+
+
+def _since(entry: dataclasses.Field[Any]) -> int:
+    return int(entry.metadata.get("since", _FIRST_VERSION))
+
+
+SCHEMA_VERSION = max(_since(entry) for kind in (Row, Detail) for entry in dataclasses.fields(kind))
 
 _Record = TypeVar("_Record", Row, Detail)
 
@@ -62,7 +69,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def loads(text: str, name: str = "the text") -> Results:
-    """Results from JSON text; ``name`` is the file's name for messages.
+    """Results from JSON text; ``name`` is the file's name for messages. Entries newer than the file get their default.
 
     Raises:
         ResultsError: The text is not JSON, is cut short, is of another format or a newer version, or is damaged.
@@ -83,8 +90,8 @@ def loads(text: str, name: str = "the text") -> Results:
     for entry, kind in (("rows", list), ("details", list), ("settings", dict), ("partial", bool)):
         if not isinstance(data.get(entry), kind):
             raise ResultsError(f"{name!r} is damaged: {entry!r} is missing or no {kind.__name__}; {_REMEDY}.")
-    rows = [_record(Row, item, f"row {i} of {name!r}") for i, item in enumerate(data["rows"], 1)]
-    details = [_record(Detail, item, f"detail {i} of {name!r}") for i, item in enumerate(data["details"], 1)]
+    rows = [_record(Row, item, version, f"row {i} of {name!r}") for i, item in enumerate(data["rows"], 1)]
+    details = [_record(Detail, item, version, f"detail {i} of {name!r}") for i, item in enumerate(data["details"], 1)]
     return Results(rows, details, data["settings"], data["partial"])
 
 
@@ -105,8 +112,8 @@ def _parse(text: str, name: str) -> Any:
         raise ResultsError(f"{name!r} is not JSON ({error.msg} at {place}); {_REMEDY}.") from None
 
 
-def _record(kind: type[_Record], item: Any, place: str) -> _Record:
-    names = {entry.name for entry in dataclasses.fields(kind)}
+def _record(kind: type[_Record], item: Any, version: int, place: str) -> _Record:
+    names = {entry.name for entry in dataclasses.fields(kind) if _since(entry) <= version}
     if not isinstance(item, Mapping) or set(item) != names:
         found = set(item) if isinstance(item, Mapping) else set()
         wrong = ", ".join(sorted(names ^ found))
@@ -120,7 +127,7 @@ def _record(kind: type[_Record], item: Any, place: str) -> _Record:
         raise ResultsError(f"{place} is damaged: {error}; {_REMEDY}.") from error
 
 
-_TEXTS = {"layer", "truth", "labels", "approximation", "note", "kind"}
+_TEXTS = {"layer", "truth", "labels", "approximation", "note", "options", "kind"}
 
 
 def _nulls(value: Any) -> Any:

@@ -177,7 +177,7 @@ def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Bl
         shown, left_out = _shorten(rows)
         form = _wide(shown, single, notes)
         # Many approximations of a single layer read better down than across.
-        if not _fits(form, width) or (len(form[1]) == 1 and len({row.approximation for row in rows}) > 6):
+        if not _fits(form, width) or (len(form[1]) == 1 and len({row.variant for row in rows}) > 6):
             form = _long(shown, single, notes)
         yield _Block(title, " · ".join(facts), *form, left_out)
 
@@ -194,10 +194,10 @@ def _lead(row: Row, single: Mapping[str, bool]) -> list[tuple[_Column, str]]:
 
 def _wide(rows: Sequence[Row], single: Mapping[str, bool], notes: dict[str, int]) -> _Form:
     """Layers (and steps) down, approximations across."""
-    names = list(dict.fromkeys(row.approximation for row in rows))
+    names = list(dict.fromkeys(row.variant for row in rows))
     groups: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
-        groups.setdefault((row.layer, row.step), {})[row.approximation] = row
+        groups.setdefault((row.layer, row.step), {})[row.variant] = row
     lines, best = [], set()
     for y, group in enumerate(groups.values()):
         lead = [cell for _, cell in _lead(next(iter(group.values())), single)]
@@ -221,10 +221,10 @@ def _long(rows: Sequence[Row], single: Mapping[str, bool], notes: dict[str, int]
             lead = [cell for _, cell in _lead(row, single)]
             blank = ["" if lead[: x + 1] == previous[: x + 1] else cell for x, cell in enumerate(lead)]
             previous = lead
-            if row.approximation in winners:
+            if row.variant in winners:
                 best.add((len(lines), len(lead) + 1))
             error = _number(row.relative_error)
-            lines.append([*blank, row.approximation, _cosine(row, notes), error])
+            lines.append([*blank, row.variant, _cosine(row, notes), error])
     columns = [column for column, _ in _lead(rows[0], single)]
     columns += [_Column("approximation"), *(_Column(name, numeric=True) for name in ("cosine", "relative error"))]
     return columns, lines, best
@@ -232,7 +232,7 @@ def _long(rows: Sequence[Row], single: Mapping[str, bool], notes: dict[str, int]
 
 def _winners(rows: Any) -> set[str]:
     """The best of a line by cosine, leaving out the optimum, which is best by definition."""
-    values = {row.approximation: row.cosine for row in rows if row.approximation != "optimal"}
+    values = {row.variant: row.cosine for row in rows if row.approximation != "optimal"}
     finite = [value for value in values.values() if not math.isnan(value)]
     return {name for name, value in values.items() if len(finite) > 1 and value >= max(finite) - 1e-9}
 

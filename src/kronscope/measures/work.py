@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kronscope.approx import Approximation, get
+from kronscope.approx import Approximation, get, options_of
 from kronscope.curvature import SecondMoment
 from kronscope.errors import MemoryBudgetError
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
@@ -22,7 +22,7 @@ from kronscope.measures.layer import Condition, LayerStreams, layer_rows
 from kronscope.measures.probes import Probes
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Detail, Row
+from kronscope.measures.rows import NO_REPLACEMENT, Detail, Row, variant_name
 from kronscope.support.callers import callers_level
 
 __all__ = ["TRUTHS", "FitWork", "Work"]
@@ -267,18 +267,23 @@ class Work:
         for row in rows:  # one by one: an interrupt keeps those that are done
             work.rows.append(row)
         for kind in fit.details:
-            values = self._curve(kind, streams.truth, streams.fitted, work)
-            work.curves.append(Detail(name, self.step, self.truth, labels, fit.batch_size, kind, values))
+            values, options = self._curve(kind, streams.truth, streams.fitted, work)
+            work.curves.append(Detail(name, self.step, self.truth, labels, fit.batch_size, kind, values, options))
             bar.step()
 
-    def _curve(self, kind: str, truth: GradientStream, fitted: GradientStream, work: FitWork) -> dict[str, Any]:
+    def _curve(
+        self, kind: str, truth: GradientStream, fitted: GradientStream, work: FitWork
+    ) -> tuple[dict[str, Any], str]:
+        """A curve, and how it differs from the usual one of its kind."""
         labels = self.labels_of(work.fit)
+        unusual = NO_REPLACEMENT * (not self.replacement)
         if kind == "spectrum":
-            return kronecker_spectrum(truth, self.spectrum_rank)
+            return kronecker_spectrum(truth, self.spectrum_rank), ""
         if kind == "exponents":
             batches = batch_stream(fitted, work.fit.batch_size, replacement=self.replacement, labels=labels)
-            return exponent_curve(truth, batches)
-        return batch_size_curve(truth, fitted, work.approximations, replacement=self.replacement, labels=labels)
+            return exponent_curve(truth, batches), unusual * (batches is not fitted)
+        curves = batch_size_curve(truth, fitted, work.approximations, replacement=self.replacement, labels=labels)
+        return curves, unusual * (labels != "exact")
 
     def _chosen_draws(self, recorder: Recorder, bar: Bar) -> int:
         """Measure with a few draws, and see how many it takes for the accuracy asked for."""
@@ -301,7 +306,7 @@ class Work:
         return {
             "labels": self.labels_of(work.fit),
             "batch_size": work.fit.batch_size,
-            "approximations": [approximation.name for approximation in work.approximations],
+            "approximations": [variant_name(item.name, options_of(item)) for item in work.approximations],
             "estimator": "exact" if work.probes is None else "probes",
             "probes": None if work.probes is None else work.probes.count,
             **self.settings,

@@ -105,8 +105,11 @@ def _payload(runs: Mapping[str, Results], title: str, looks: Mapping[str, Style]
                 "width": look.width,
                 "line": kind != "bar",
             }
-    conditions = {row.condition for results in runs.values() for row in results.rows}
-    conditions |= {detail.condition for results in runs.values() for detail in results.details}
+    conditions: set[tuple[Any, ...]] = {row.condition for results in runs.values() for row in results.rows}
+    # curves with options are told apart here, rows by the name of their approximation
+    conditions |= {
+        (*detail.condition, *filter(None, [detail.options])) for results in runs.values() for detail in results.details
+    }
     payload = {
         "title": title,
         "fields": _FIELDS,
@@ -128,14 +131,14 @@ def _run(name: str, results: Results) -> dict[str, Any]:
         "cut": setting_lines(results.settings, "cut"),
         "notes": setting_lines(results.settings, "notes"),
         "settings": {key: value for key, value in results.settings.items() if key not in _ELSEWHERE},
-        "rows": [list(schema.to_plain(row).values()) for row in results.rows],
+        "rows": [list({**schema.to_plain(row), "approximation": row.variant}.values()) for row in results.rows],
         "details": [schema.to_plain(detail) for detail in results.details],
     }
 
 
 def _approximations(parts: Iterable[Results]) -> Iterable[str]:
     for results in parts:
-        yield from results.approximations
+        yield from results.variants
         for detail in results.details:
             if detail.kind == "batch_sizes":
                 yield from (name for name in detail.values if name != "batch_size" and detail.series(name))

@@ -20,7 +20,8 @@ const STYLES = DATA.styles;
 const NAMES = Object.keys(STYLES);
 
 function conditionOf(item) {
-  return `${item.truth}|${item.labels}|${item.batch_size}`;
+  const own = item.kind && item.options ? `|${item.options}` : "";
+  return `${item.truth}|${item.labels}|${item.batch_size}${own}`;
 }
 
 function conditionName(condition) {
