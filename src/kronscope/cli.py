@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from kronscope.errors import KronscopeError, OptionError
-from kronscope.launch import is_first, process_group
+from kronscope.support.launch import is_first, process_group
 
 __all__ = ["app", "main"]
 
@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line; errors meant for people end it with one line and exit code 2.
 
-    Started by torchrun, all processes work on one run, and the first one writes.
+    Started by torchrun, all processes work on one run, and rank 0 writes.
     """
     try:
         with process_group():
@@ -193,7 +193,7 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
     from kronscope.paper.experiment import Options
     from kronscope.paper.outputs import columns_of, write_outputs
     from kronscope.paper.scale import scaled
-    from kronscope.support.processes import find_shards, together
+    from kronscope.support.processes import find_processes
 
     console = _console()
     if asked.labels not in ("exact", "sampled"):
@@ -213,11 +213,11 @@ def _paper(figure: str, asked: _PaperArguments) -> None:
         seed=asked.seed,
         device=asked.device,
     )
-    shards = find_shards(None)
-    if shards is not None and asked.download:
-        # the others find what the first one has fetched
-        shards.by_first(lambda: len(settings.load_data(asked.data_dir, download=True)))
-    with together(shards):
+    processes = find_processes(None)
+    if asked.download and processes.world_size > 1:
+        # the others find what rank 0 has fetched
+        processes.on_rank_0(lambda: len(settings.load_data(asked.data_dir, download=True)))
+    with processes.failing_together():
         dataset = settings.load_data(asked.data_dir, download=asked.download)
         settings = settings.on(dataset)
     target = asked.out or Path("runs") / f"{figure}-{asked.workload}"
@@ -334,7 +334,7 @@ def measure(
     """Measure a model of yours."""
     from kronscope import measure as run_measure
     from kronscope.paper.measurement import MeasurementFolder
-    from kronscope.support.processes import find_shards, together
+    from kronscope.support.processes import find_processes
     from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
 
     console = _console()
@@ -356,16 +356,16 @@ def measure(
         "seed": seed,
         "step": step,
     }
-    shards = find_shards(None)
-    with together(shards):
+    processes = find_processes(None)
+    with processes.failing_together():
         network = load_model(model, checkpoint)
         found = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
-        batches = own_part(found, shards)
+        batches = own_part(found, processes)
         criterion = load_loss(loss)
     default = Path("runs/measure")
-    target = out or (_unused(default) if shards is None else shards.by_first(lambda: _unused(default)))
+    target = out or processes.on_rank_0(lambda: _unused(default))
     # the folder is taken before the work, so that nothing is measured that cannot be kept
-    with MeasurementFolder(target, shards) as folder:
+    with MeasurementFolder(target, processes) as folder:
         results = run_measure(
             network,
             criterion,

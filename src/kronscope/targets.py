@@ -17,7 +17,7 @@ from kronscope import approx
 from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
 from kronscope.gradients.data import map_tensors, tensors_of
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
-from kronscope.support.processes import Shards
+from kronscope.support.processes import Processes
 
 __all__ = ["approximation_names", "load_data", "load_loss", "load_model", "load_object", "own_part"]
 
@@ -133,21 +133,23 @@ def load_data(target: str, model: nn.Module | None = None, tell: Callable[[str],
     return [(_cut(inputs, at, at + _BATCH), targets[at : at + _BATCH]) for at in range(0, len(targets), _BATCH)]
 
 
-def own_part(batches: Any, shards: Shards | None) -> Any:
+def own_part(batches: Any, processes: Processes) -> Any:
     """Of batches that every process has in full, the samples this process measures; all for a process alone.
 
     Raises:
         DataError: There are fewer samples than processes.
     """
-    if shards is None or hasattr(batches, "__next__"):
+    if processes.world_size == 1 or hasattr(batches, "__next__"):
         return batches  # what can be iterated only once is refused by whoever measures
     try:
         counts = [len(targets) for _, targets in batches]
     except (TypeError, ValueError):
         return batches  # and so is what is not made of pairs
-    part = shards.part_of(sum(counts))
+    part = processes.share_of(sum(counts))
     if not part:
-        raise DataError(f"The data has {sum(counts)} samples for {shards.size} processes; each needs one at least.")
+        raise DataError(
+            f"The data has {sum(counts)} samples for {processes.world_size} processes; each needs one at least."
+        )
     own, first = [], 0
     for (inputs, targets), count in zip(batches, counts, strict=True):
         start, stop = max(part.start - first, 0), min(part.stop - first, count)

@@ -138,11 +138,11 @@ def other_parameters(place: Place) -> Results:
 def first_only(place: Place) -> Results:
     if place.rank:
         return Results([])
-    before, processes.MEETING_SECONDS = processes.MEETING_SECONDS, 0.5
+    before, processes.BARRIER_SECONDS = processes.BARRIER_SECONDS, 0.5
     try:
         return measured(place)
     finally:
-        processes.MEETING_SECONDS = before
+        processes.BARRIER_SECONDS = before
 
 
 def too_few(place: Place) -> Results:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import kronscope as ks
-from kronscope.launch import is_first, process_group
 from kronscope.paper import plans
 from kronscope.paper.experiment import run_experiment
 from kronscope.paper.scale import scaled
-from kronscope.support.processes import Shards
+from kronscope.support.launch import is_first, process_group
+from kronscope.support.processes import Processes
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
 
@@ -92,12 +92,12 @@ def test_parts_of_data_are_all_of_it() -> None:
     data = [({"x": torch.arange(3.0)}, torch.arange(3)), ({"x": torch.arange(3.0, 8.0)}, torch.arange(3, 8))]
 
     class Third:
-        size = 3
+        world_size = 3
 
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
-        part_of = Shards.part_of
+        share_of = Processes.share_of
 
     parts = [own_part(data, Third(rank)) for rank in range(3)]  # type: ignore[arg-type]
     pairs = [pair for part in parts for pair in part]
@@ -108,7 +108,7 @@ def test_parts_of_data_are_all_of_it() -> None:
 @pytest.mark.parametrize("code", [None, 0])
 def test_processes_leave_together_when_all_went_well(monkeypatch: pytest.MonkeyPatch, code: int | None) -> None:
     done: list[str] = []
-    monkeypatch.setattr("kronscope.launch._launched", lambda: True)
+    monkeypatch.setattr("kronscope.support.launch._launched", lambda: True)
     for name in ("init_process_group", "barrier", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *_, name=name: done.append(name))
     with pytest.raises(SystemExit), process_group():

@@ -28,7 +28,6 @@ from kronscope.kron import (
     factored_gram,
     mode_gram,
 )
-from kronscope.support.processes import together
 
 __all__ = ["SecondMoment"]
 
@@ -112,7 +111,7 @@ class SecondMoment:
                     tile = left.T @ weighted.cpu() @ right
                 out.add_(tile if on_diagonal else tile + tile.T)
 
-            over_pairs(self._pieces, add, self.stream.shards)
+            over_pairs(self._pieces, add, self.stream.processes)
             return out
 
         return self._summed(local, (count, count))
@@ -284,7 +283,7 @@ class SecondMoment:
             count = self.stream.num_samples
             if count > _MAX_KERNEL_SAMPLES or 16 * count * count > self.stream.keep_bytes:
                 return None
-            if not self.stream.in_memory or self.stream.shards is not None:
+            if not self.stream.in_memory or self.stream.processes.world_size > 1:
                 return None
             chunks = list(self.stream)
             plain = all(
@@ -318,11 +317,11 @@ class SecondMoment:
 
     def _first_sizes(self) -> tuple[int, int]:
         """Positions (0 for whole gradients) and columns of the first chunk, on whichever process that is."""
-        shards = self.stream.shards
-        with together(shards):
+        processes = self.stream.processes
+        with processes.failing_together():
             first = next(iter(self.stream), None)
         found = None if first is None else (0 if isinstance(first, DenseAtoms) else first.positions, first.columns)
-        every = [found] if shards is None else shards.gathered(found)
+        every = processes.all_gather_object(found)
         sizes = next((sizes for sizes in every if sizes is not None), None)
         if sizes is None:
             raise DataError("the stream has no atoms.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
-from kronscope.support.processes import Shards
+from kronscope.support.processes import Processes
 
 __all__ = ["Pieces", "over_pairs"]
 
@@ -20,7 +19,7 @@ Pieces = Callable[[int], Iterator[Atoms]]
 Add = Callable[[Atoms, Atoms, bool], None]
 
 
-def over_pairs(cut: Callable[[], Pieces], add: Add, shards: Shards | None) -> None:
+def over_pairs(cut: Callable[[], Pieces], add: Add, processes: Processes) -> None:
     """Call ``add(first, second, same)`` for every pair of chunks, ``same`` where both are one chunk.
 
     Over processes, each sends its chunks to all others in turn. Of the chunks of two processes, those with an even
@@ -29,41 +28,35 @@ def over_pairs(cut: Callable[[], Pieces], add: Add, shards: Shards | None) -> No
     Args:
         cut: Gives what yields this process's chunks from a number on.
         add: Called with pairs; over processes, each pair is given on one of them.
-        shards: The processes, or None.
+        processes: The processes.
     """
-    if shards is not None:
-        _Exchange(shards, add).run(cut)
-        return
-    pieces = cut()
-    for i, first in enumerate(pieces(0)):
-        for j, second in enumerate(chain((first,), pieces(i + 1)), start=i):
-            add(first, second, i == j)
+    _Exchange(processes, add).run(cut)
 
 
 class _Exchange:
     """The turns of all processes; one that fails keeps taking part to the end, so that none waits for it."""
 
-    def __init__(self, shards: Shards, add: Add) -> None:
-        self.shards, self.add = shards, add
+    def __init__(self, processes: Processes, add: Add) -> None:
+        self.processes, self.add = processes, add
         self.failure: BaseException | None = None
 
     def run(self, cut: Callable[[], Pieces]) -> None:
         pieces = self._tried(cut) or _nothing
-        for owner in range(self.shards.size):
-            source = self._tried(pieces, 0) or iter(()) if owner == self.shards.rank else iter(())
+        for owner in range(self.processes.world_size):
+            source = self._tried(pieces, 0) or iter(()) if owner == self.processes.rank else iter(())
             number = 0
-            while (piece := _sent(self.shards, owner, self._tried(next, source, None))) is not None:
+            while (piece := _sent(self.processes, owner, self._tried(next, source, None))) is not None:
                 self._tried(self._pair, owner, piece, number, pieces)
                 number += 1
         if self.failure is not None:
             raise self.failure
 
     def _pair(self, owner: int, piece: Atoms, number: int, pieces: Pieces) -> None:
-        if owner == self.shards.rank:
+        if owner == self.processes.rank:
             self.add(piece, piece, True)
             for later in pieces(number + 1):
                 self.add(piece, later, False)
-        elif owner < self.shards.rank:
+        elif owner < self.processes.rank:
             for index, own in enumerate(pieces(0)):
                 if index % 2 == 0:
                     self.add(_beside(piece, own), own, False)
@@ -96,7 +89,7 @@ def _beside(atoms: Atoms, other: Atoms) -> Atoms:
     return replace(atoms, **{name: tensor.to(device) for name, tensor in _tensors(atoms).items()})  # type: ignore[arg-type]
 
 
-def _sent(shards: Shards, owner: int, atoms: Atoms | None) -> Atoms | None:
+def _sent(processes: Processes, owner: int, atoms: Atoms | None) -> Atoms | None:
     """One process's chunk, on all of them; None for none."""
     head: tuple[str, tuple[bool, ...], list[tuple[str, tuple[int, ...], torch.dtype]]] | None = None
     if atoms is not None:
@@ -106,12 +99,12 @@ def _sent(shards: Shards, owner: int, atoms: Atoms | None) -> Atoms | None:
             way,
             [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _tensors(atoms).items()],
         )
-    head = shards.told_by(owner, head)
+    head = processes.broadcast_object(head, src=owner)
     if head is None:
         return None
     kind, way, entries = head
     own = _tensors(atoms) if atoms is not None else {}
-    tensors = {name: shards.copied(owner, own.get(name), shape, dtype) for name, shape, dtype in entries}
+    tensors = {name: processes.broadcast(own.get(name), shape, dtype, src=owner) for name, shape, dtype in entries}
     if atoms is not None:
         return atoms
     return DenseAtoms(**tensors) if kind == "DenseAtoms" else FactoredAtoms(**tensors, row_inputs=way)

@@ -18,7 +18,7 @@ from kronscope.gradients.labels import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import Atoms, GradientStream
-from kronscope.support.processes import Shards, together
+from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["LayerPlan", "Recorder"]
 
@@ -97,13 +97,13 @@ class Recorder:
         chunk_bytes: Atoms of one chunk stay below this (but a chunk has at least one sample).
         progress: Called with the samples done and the samples in all, during every sweep.
         skip_unreached: Leave out layers that the loss does not reach (listed in ``unreached``) instead of raising.
-        shards: The processes whose data together is the data, in their order; None for this one alone.
+        processes: The processes whose data together is the data, in the order of ranks.
 
     Attributes:
         num_samples: Samples in the data, of all processes.
         own_samples: Samples in the data of this process.
         most_samples: Samples of the process that has most.
-        shards: The processes, or None.
+        processes: The processes.
         classes: Classes of cross-entropy, otherwise outputs per sample.
         exact_columns: Columns per sample that exact labels need.
         specs: The layers that are captured.
@@ -136,7 +136,7 @@ class Recorder:
         chunk_bytes: int = 64 << 20,
         progress: Callable[[int, int], None] | None = None,
         skip_unreached: bool = False,
-        shards: Shards | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         if backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, got {backend!r}.")
@@ -158,15 +158,21 @@ class Recorder:
                 )
         self._probe_batch: Batch | None = None
         self._terms = 1
-        self.shards = shards
-        with together(shards):
+        self.processes = processes
+        with processes.failing_together():
             self._batches = Batches(data, self._limit(max_samples), self._note)
         self.own_samples: int = self._batches.num_samples
-        self.num_samples: int = self.own_samples
-        self.most_samples: int = self.own_samples
-        if shards is not None:
-            self._join(shards)
-        assert self._probe_batch is not None
+        counts = processes.all_gather_object((self.own_samples, self._terms))
+        # samples are numbered over all processes
+        self._batches.first = sum(count for count, _ in counts[: processes.rank])
+        self.num_samples: int = sum(count for count, _ in counts)
+        self.most_samples: int = max(count for count, _ in counts)
+        self._terms = max(terms for _, terms in counts)
+        # all try the back ends on samples of rank 0, so that they choose alike
+        probe = self._probe_batch
+        assert probe is not None
+        plain = Batch(map_tensors(lambda t: t.detach().cpu(), probe.inputs), probe.targets.detach().cpu(), probe.first)
+        self._probe_batch = processes.broadcast_object(plain)
         self._probe_size: int = _entries_per_sample(self._probe_batch)
         self._routes: Routes = self._choose(specs, backend, skip_unreached)
         self.unreached: tuple[str, ...] = tuple(self._routes.unreached)
@@ -178,25 +184,14 @@ class Recorder:
 
     def _limit(self, max_samples: int | None) -> int | None:
         """What this process may take of ``max_samples``."""
-        if max_samples is None or self.shards is None or max_samples < 1:
+        if max_samples is None or max_samples < 1:
             return max_samples
-        if max_samples < self.shards.size:
+        if max_samples < self.processes.world_size:
             raise OptionError(
-                f"max_samples={max_samples} is divided over {self.shards.size} processes; each needs one at least."
+                f"max_samples={max_samples} is divided over {self.processes.world_size} processes; each needs one at "
+                "least."
             )
-        return len(self.shards.part_of(max_samples))
-
-    def _join(self, shards: Shards) -> None:
-        """Number the samples over all processes, and try the back ends on those of the first one everywhere."""
-        counts = shards.gathered((self.own_samples, self._terms))
-        self._batches.first = sum(count for count, _ in counts[: shards.rank])
-        self.num_samples = sum(count for count, _ in counts)
-        self.most_samples = max(count for count, _ in counts)
-        self._terms = max(terms for _, terms in counts)
-        probe = self._probe_batch
-        assert probe is not None
-        plain = Batch(map_tensors(lambda t: t.detach().cpu(), probe.inputs), probe.targets.detach().cpu(), 0)
-        self._probe_batch = shards.by_first(lambda: plain)
+        return len(self.processes.share_of(max_samples))
 
     def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto") -> list[LayerPlan]:
         """Say for every layer how it is captured and how large its atoms are, without capturing."""
@@ -234,17 +229,17 @@ class Recorder:
         columns = self.exact_columns if labels == "exact" else draws if labels == "sampled" else 1
         kept: dict[str, list[Atoms]] = {spec.name: [] for spec in request.specs}
         if cache:
-            with together(self.shards):
+            with self.processes.failing_together():
                 for atoms in self._sweep(request):
                     for name, chunk in atoms.items():
                         kept[name].append(chunk)
         streams = {}
-        drawn, shards = labels == "sampled", self.shards
-        whole = None if shards is None else (self.num_samples, columns)
+        drawn, processes = labels == "sampled", self.processes
+        whole = (self.num_samples, columns)
         for spec in request.specs:
             if cache:
                 chunks = kept.pop(spec.name)
-                streams[spec.name] = GradientStream.of_chunks(*chunks, draws=drawn, shards=shards, whole=whole)
+                streams[spec.name] = GradientStream.of_chunks(*chunks, draws=drawn, processes=processes, whole=whole)
                 continue
             streams[spec.name] = GradientStream(
                 self._source(spec, request),
@@ -252,7 +247,7 @@ class Recorder:
                 self.num_samples,
                 columns,
                 draws=drawn,
-                shards=shards,
+                processes=processes,
                 own_samples=self.own_samples,
             )
         return streams
@@ -284,7 +279,7 @@ class Recorder:
 
     def _choose(self, specs: Sequence[LayerSpec], backend: str, skip_unreached: bool) -> Routes:
         assert self._probe_batch is not None
-        with together(self.shards), untouched(self._model, self._parameters.values()):
+        with self.processes.failing_together(), untouched(self._model, self._parameters.values()):
             batch = self._probe_batch.to(self._device)
             self._loss.check(self._forward.outputs(batch), batch.targets)
             routes = choose_routes(self._forward, specs, self._parameters, batch, backend)
@@ -305,7 +300,7 @@ class Recorder:
         """Which layers any batch reaches; only a model with branches needs the whole data to answer."""
         own = {name: self._parameters[name] for spec in specs for name in spec.parameters}
         reached: set[str] = set()
-        with together(self.shards):
+        with self.processes.failing_together():
             for batch in self._batches:
                 with untouched(self._model, own.values()):
                     outputs = self._forward.outputs(batch.to(self._device))
@@ -314,8 +309,7 @@ class Recorder:
                             outputs, list(own.values()), torch.ones_like(outputs), allow_unused=True
                         )
                         reached |= {name for name, grad in zip(own, found, strict=True) if grad is not None}
-        if self.shards is not None:
-            reached = set().union(*self.shards.gathered(reached))
+        reached = set().union(*self.processes.all_gather_object(reached))
         return {spec.name for spec in specs if reached.intersection(spec.parameters)}
 
     def _plan(self, spec: LayerSpec, request: _Request, columns: int | None = None) -> LayerPlan:

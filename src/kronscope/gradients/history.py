@@ -19,7 +19,7 @@ from kronscope.gradients.spread import check_averaged, go_on, open_store, own_fo
 from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import DenseAtoms, GradientStream
 from kronscope.support.checks import count
-from kronscope.support.processes import Shards, find_shards, together
+from kronscope.support.processes import ALONE, Processes, find_processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +41,7 @@ class GradientHistory:
     Attributes:
         layers: Names of the recorded layers.
         steps: Training steps with a record, counted from 1 at :meth:`attach`.
-        shards: The processes that share the records, or None.
+        processes: The processes that share the records.
         total_steps: Steps seen, recorded or not.
         every: Every which step is recorded.
 
@@ -63,12 +63,12 @@ class GradientHistory:
         names: Sequence[str],
         shapes: Sequence[tuple[int, int]],
         *,
-        shards: Shards | None = None,
+        processes: Processes = ALONE,
         steps: Sequence[int] = (),
         total_steps: int = 0,
     ) -> None:
         self._store = store
-        self.shards = shards
+        self.processes = processes
         self.layers = tuple(names)
         self._shapes = dict(zip(names, shapes, strict=True))
         self.every = store.every
@@ -122,9 +122,8 @@ class GradientHistory:
             OptionError: an argument is out of range, or does not fit the history that is gone on with.
             DistributedError: another process was called differently, or did not come.
         """
-        shards = find_shards(distributed)
-        if shards is not None:
-            shards.meet("GradientHistory.attach")
+        processes = find_processes(distributed)
+        processes.barrier("GradientHistory.attach")
         every = None if every is None else count("every", every)
         if isinstance(space, float) and space.is_integer():
             space = int(space)  # 1e9 is how people write many bytes
@@ -147,21 +146,20 @@ class GradientHistory:
                 f"space={space} bytes holds fewer than four records of {smallest} bytes in half precision; allow more, "
                 "or record fewer layers."
             )
-        if shards is not None:
-            asked = {"layers": list(zip(names, shapes, strict=True)), "every": every, "dtypes": dtypes, "space": space}
-            shards.compare("GradientHistory.attach", {**asked, "path": path is not None, "resume": resume})
+        asked = {"layers": list(zip(names, shapes, strict=True)), "every": every, "dtypes": dtypes, "space": space}
+        processes.check_equal("GradientHistory.attach", {**asked, "path": path is not None, "resume": resume})
         store: Store | None = None
         try:
-            with together(shards):
-                folder = None if path is None else own_folder(Path(path), shards)
+            with processes.failing_together():
+                folder = None if path is None else own_folder(Path(path), processes)
                 store = write_store(names, shapes, dtypes, every or 1, folder, resume)
-            steps, total = go_on(store, shards, every, dtype) if isinstance(store, DiskStore) else ([], 0)
+            steps, total = go_on(store, processes, every, dtype) if isinstance(store, DiskStore) else ([], 0)
         except BaseException:
             # here or on another process; the folder must not stay locked
             if store is not None:
                 store.close()
             raise
-        history = cls(store, names, shapes, shards=shards, steps=steps, total_steps=total)
+        history = cls(store, names, shapes, processes=processes, steps=steps, total_steps=total)
         history._space = space
         history._gathers = any(hasattr(parameters[name], "full_tensor") for spec in specs for name in spec.parameters)
         history._take = lambda: [_matrix(spec, parameters) for spec in specs]
@@ -180,11 +178,10 @@ class GradientHistory:
             DataError: there is no history in the folder, it is damaged, a part of it is missing, or it is no even
                 sample of the steps, as when two wrote it at once.
         """
-        shards = find_shards(distributed)
-        if shards is not None:
-            shards.meet("GradientHistory.open")
-        store, steps, total = open_store(Path(path), shards)
-        return cls(store, store.names, store.shapes, shards=shards, steps=steps, total_steps=total)
+        processes = find_processes(distributed)
+        processes.barrier("GradientHistory.open")
+        store, steps, total = open_store(Path(path), processes)
+        return cls(store, store.names, store.shapes, processes=processes, steps=steps, total_steps=total)
 
     def __len__(self) -> int:
         """Number of records."""
@@ -266,7 +263,9 @@ class GradientHistory:
                 yield DenseAtoms(grads.unsqueeze(1), weights[numbers[at:stop]], numbers[at:stop])
 
         cheap = isinstance(self._store, MemoryStore) or self._store.dtypes[index] != torch.float16
-        return GradientStream(chunks, shape, len(steps), 1, in_memory=cheap, shards=self.shards, own_samples=count)
+        return GradientStream(
+            chunks, shape, len(steps), 1, in_memory=cheap, processes=self.processes, own_samples=count
+        )
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -277,8 +276,8 @@ class GradientHistory:
         returns its own, and must load its own.
         """
         state = {**to_state(self._store, len(self.layers)), "total_steps": self.total_steps, "every": self.every}
-        if self.shards is not None:
-            state |= {"own steps": state["steps"], "steps": list(self._steps), "process": self.shards.rank}
+        if self.processes.world_size > 1:
+            state |= {"own steps": state["steps"], "steps": list(self._steps), "process": self.processes.rank}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -354,8 +353,8 @@ class GradientHistory:
                 grads = self._take()
                 if isinstance(scale, Tensor):
                     grads = [grad / scale.to(grad) for grad in grads]
-                if self.shards is not None and not self._steps:
-                    check_averaged(self.shards, self.layers, grads)
+                if self.processes.world_size > 1 and not self._steps:
+                    check_averaged(self.processes, self.layers, grads)
                 if own:
                     self._store.append(self.total_steps, grads)
         if not own:
@@ -366,17 +365,15 @@ class GradientHistory:
         return (self.total_steps - 1) % self.every == 0
 
     def _is_own(self, step: int) -> bool:
-        return self.shards is None or owner(step, self.shards.size) == self.shards.rank
+        return owner(step, self.processes.world_size) == self.processes.rank
 
     def _most(self) -> int:
         """The most records that any process keeps: what decides must be the same on all of them."""
-        if self.shards is None:
-            return len(self._steps)
         known, counts = self._counted
         if known > len(self._steps) or known == 0:
-            known, counts = 0, [0] * self.shards.size
+            known, counts = 0, [0] * self.processes.world_size
         for step in self._steps[known:]:
-            counts[owner(step, self.shards.size)] += 1
+            counts[owner(step, self.processes.world_size)] += 1
         self._counted = len(self._steps), counts
         return max(counts)
 
@@ -396,7 +393,7 @@ class GradientHistory:
             keep = [index for index, step in enumerate(store.steps) if (step - 1) % self.every == 0]
             store.rewrite(keep, store.dtypes, self.every)
             self._steps = [step for step in self._steps if (step - 1) % self.every == 0]
-            if self.shards is None or self.shards.rank == 0:
+            if self.processes.rank == 0:
                 warnings.warn(
                     f"the gradient history reached its space: one step in {self.every} is kept from now on, and "
                     "measurements will have error bars.",

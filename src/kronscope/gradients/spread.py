@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronscope.errors import DataError, DistributedError, OptionError
 from kronscope.gradients.storage import Asked, DiskStore, MemoryStore, Store
-from kronscope.support.processes import Shards, together
+from kronscope.support.processes import Processes
 
 __all__ = [
     "JoinedStore",
@@ -55,7 +55,7 @@ def agreed_steps(parts: Sequence[tuple[Sequence[int], int]]) -> tuple[list[int],
     return steps[:gap], every
 
 
-def own_folder(path: Path, shards: Shards | None) -> Path:
+def own_folder(path: Path, processes: Processes) -> Path:
     """The folder this process writes to.
 
     Raises:
@@ -63,14 +63,14 @@ def own_folder(path: Path, shards: Shards | None) -> Path:
     """
     if path.exists() and not path.is_dir():
         raise DataError(f"{path} is a file, and a gradient history needs a folder; pick another path.")
-    size = 1 if shards is None else shards.size
+    size = processes.world_size
     before = {found for found, _, _ in _folders(path)} | ({1} if (path / "history.json").exists() else set())
     if before - {size}:
         raise DataError(
             f"the gradient history in {path} was recorded by {min(before - {size})} process(es), and there are {size} "
             "now; go on with as many, read it with GradientHistory.open, or pick another path."
         )
-    return path if shards is None else path / f"process-{shards.rank}-of-{shards.size}"
+    return path if size == 1 else path / f"process-{processes.rank}-of-{size}"
 
 
 def write_store(
@@ -93,7 +93,7 @@ def write_store(
     return store
 
 
-def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedStore, list[int], int]:
+def open_store(path: Path, processes: Processes) -> tuple[DiskStore | JoinedStore, list[int], int]:
     """Open a history for reading, by however many processes it was written.
 
     Returns:
@@ -102,22 +102,22 @@ def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedSto
     Raises:
         DataError: there is none, it is damaged, or a part is missing.
     """
-    with together(shards):
+    with processes.failing_together():
         found = _folders(path)
-        if shards is None and not found:
+        if processes.world_size == 1 and not found:
             store = DiskStore.open(path)
             _check_even(store)
             return store, store.steps, _total(store.steps, store.every, store.seen)
         size = max((size for size, _, _ in found), default=1)
         folders = {number: folder for count, number, folder in found if count == size} or {0: path}
-        own = [n for n in folders if shards is None or n % shards.size == shards.rank]
+        own = [n for n in folders if n % processes.world_size == processes.rank]
         stores = [DiskStore.open(folders[number]) for number in own]
         like = stores[0] if stores else DiskStore.open(next(iter(folders.values())))
         if size == 1:
             for store in stores:
                 _check_even(store)
     fact = (size, own, [(store.steps, store.every) for store in stores], max((s.seen for s in stores), default=0))
-    facts = [fact] if shards is None else shards.gathered(fact)
+    facts = processes.all_gather_object(fact)
     size = max(fact[0] for fact in facts)
     missing = sorted(set(range(size)) - {number for fact in facts for number in fact[1]})
     if missing:
@@ -129,7 +129,7 @@ def open_store(path: Path, shards: Shards | None) -> tuple[DiskStore | JoinedSto
 
 
 def go_on(
-    store: DiskStore, shards: Shards | None, every: int | None, dtype: torch.dtype | None
+    store: DiskStore, processes: Processes, every: int | None, dtype: torch.dtype | None
 ) -> tuple[list[int], int]:
     """Make stored records an even sample of all steps so far, kept as it is asked for now.
 
@@ -137,7 +137,7 @@ def go_on(
 
     Args:
         store: The records of this process.
-        shards: The processes.
+        processes: The processes.
         every: Every which step to keep; None goes on with what is there.
         dtype: What to keep numbers in; None goes on with what is there.
 
@@ -148,11 +148,11 @@ def go_on(
         OptionError: what is there does not hold what is asked for.
         DataError: the records are no even sample.
     """
-    with together(shards):
-        if shards is None:
+    with processes.failing_together():
+        if processes.world_size == 1:
             _check_even(store)
     fact = (store.steps, store.every, store.seen, store.dtypes, store.asked)
-    facts = [fact] if shards is None else shards.gathered(fact)
+    facts = processes.all_gather_object(fact)
     steps, stored = agreed_steps([(fact[0], fact[1]) for fact in facts])
     total = _total(steps, stored, max(fact[2] for fact in facts))
     half = any(torch.float16 in fact[3] for fact in facts)
@@ -163,7 +163,7 @@ def go_on(
     steps = [step for step in steps if (step - 1) % next_every == 0]
     known = set(steps)
     keep = [index for index, step in enumerate(store.steps) if step in known]
-    with together(shards):
+    with processes.failing_together():
         if len(keep) < len(store.steps) or store.dtypes != dtypes or store.every != next_every:
             store.asked = Asked(
                 asked.every if next_every == stored else next_every, asked.dtypes if dtypes == kept else tuple(dtypes)
@@ -215,10 +215,10 @@ def _total(steps: Sequence[int], every: int, seen: int) -> int:
     return min(max(seen, steps[-1]), steps[-1] + every - 1) if steps else 0
 
 
-def check_averaged(shards: Shards, layers: Sequence[str], grads: Sequence[Tensor]) -> None:
+def check_averaged(processes: Processes, layers: Sequence[str], grads: Sequence[Tensor]) -> None:
     """Raise where every process has gradients of its own."""
     norms = torch.tensor([float(torch.linalg.vector_norm(grad.double())) for grad in grads])
-    every = torch.stack(shards.gathered(norms))
+    every = torch.stack(processes.all_gather_object(norms))
     wrong = ~torch.isclose(every, every[:1], rtol=1e-3, atol=0.0, equal_nan=True).all(0)
     if bool(wrong.any()):
         raise DistributedError(

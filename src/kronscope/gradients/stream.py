@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
-from kronscope.support.processes import Shards
+from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
 
@@ -142,7 +142,7 @@ class GradientStream:
     Iterating calls ``source`` anew and must give the same chunks in the same order every time. Build one from tensors
     with :meth:`from_tensors` or :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
 
-    Under torch.distributed the atoms may be spread over processes (``shards``): iterating then gives this process's
+    Under torch.distributed the atoms may be spread over processes (``processes``): iterating then gives this process's
     own, ``num_samples`` and sample numbers count all of them, and every sum over atoms goes through :meth:`sums`.
 
     >>> stream = GradientStream.from_tensors(torch.ones(4, 2, 3))
@@ -159,7 +159,7 @@ class GradientStream:
         *,
         draws: bool = False,
         in_memory: bool = False,
-        shards: Shards | None = None,
+        processes: Processes = ALONE,
         own_samples: int | None = None,
     ) -> None:
         """Wrap a source of chunks.
@@ -171,11 +171,11 @@ class GradientStream:
             columns: Columns of each sample.
             draws: Whether the columns are independent label draws, so that the stream is itself an estimate.
             in_memory: Whether a pass costs nothing but reading memory.
-            shards: The processes the samples are spread over; None where all are here.
+            processes: The processes the samples are spread over.
             own_samples: Samples in a pass of this process; default all.
         """
         self._source = source
-        self.shards = shards
+        self.processes = processes
         self.own_samples = int(num_samples if own_samples is None else own_samples)
         self.shape = (int(shape[0]), int(shape[1]))
         self.num_samples = int(num_samples)
@@ -243,11 +243,11 @@ class GradientStream:
 
     @classmethod
     def of_chunks(
-        cls, *chunks: Atoms, draws: bool = False, shards: Shards | None = None, whole: tuple[int, int] | None = None
+        cls, *chunks: Atoms, draws: bool = False, processes: Processes = ALONE, whole: tuple[int, int] | None = None
     ) -> GradientStream:
         """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined.
 
-        ``whole`` says the samples and columns over all ``shards``.
+        ``whole`` says the samples and columns over all ``processes``.
         """
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
@@ -264,7 +264,7 @@ class GradientStream:
             columns,
             draws=draws,
             in_memory=True,
-            shards=shards,
+            processes=processes,
             own_samples=own,
         )
 
@@ -275,7 +275,7 @@ class GradientStream:
             local: Computes this process's part.
             shapes: The shapes of what it returns.
         """
-        return local() if self.shards is None else self.shards.sums(local, shapes)
+        return self.processes.all_reduce(local, shapes)
 
     def summed(self, local: Callable[[], Tensor], shape: Sequence[int]) -> Tensor:
         """As :meth:`sums`, of one tensor."""
@@ -340,7 +340,7 @@ class GradientStream:
             torch.tensor([number], device=grad.device),
         )
 
-        here = self.shards is None or self.shards.rank == 0
+        here = self.processes.rank == 0
 
         def chunks() -> Iterator[Atoms]:
             yield from source()
@@ -358,7 +358,7 @@ class GradientStream:
             self.columns,
             draws=self.draws,
             in_memory=self.in_memory,
-            shards=self.shards,
+            processes=self.processes,
             own_samples=own_samples,
         )
         made.keep_bytes = self.keep_bytes

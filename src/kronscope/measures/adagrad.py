@@ -65,9 +65,8 @@ def measure_history(
         NonFiniteError: a recorded gradient is not finite.
         DistributedError: another process was called differently, failed, or did not come.
     """
-    shards = history.shards
-    if shards is not None:
-        shards.meet("ks.measure_history")
+    processes = history.processes
+    processes.barrier("ks.measure_history")
     if not history.total_steps or not len(history):
         raise DataError("the gradient history is empty: take optimizer steps between attach and measure_history.")
     details = (details,) if isinstance(details, str) else details
@@ -78,13 +77,12 @@ def measure_history(
     names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     for name in names:
         history.shape(name)  # raises for a layer that is not recorded, before any work
-    if shards is not None:
-        asked = {"approximations": described(chosen), "at": at, "layers": names, "beta": beta, "details": details}
-        shards.compare("ks.measure_history", {**asked, "steps": history.steps})
+    asked = {"approximations": described(chosen), "at": at, "layers": names, "beta": beta, "details": details}
+    processes.check_equal("ks.measure_history", {**asked, "steps": history.steps})
     rows: list[Row] = []
     curves: list[Detail] = []
     partial = False
-    with Bar(progress and (shards is None or shards.rank == 0)) as bar:
+    with Bar(progress and processes.rank == 0) as bar:
         bar.begin("Adagrad's matrix", len(names) * len(steps))
         try:
             for name in names:
@@ -111,9 +109,11 @@ def measure_history(
         "approximations": [variant_name(item.name, options_of(item)) for item in chosen],
         "torch": torch.__version__,
     }
-    if shards is None or partial:
+    if partial:
         return Results(rows, curves, settings, partial)
-    return shards.by_first(lambda: Results(rows, curves, {**settings, "processes": shards.size}))
+    if processes.world_size > 1:
+        settings["processes"] = processes.world_size
+    return processes.on_rank_0(lambda: Results(rows, curves, settings))
 
 
 def _chosen_steps(history: GradientHistory, at: Sequence[int] | int | None) -> list[int]:
@@ -230,6 +230,6 @@ def _part(stream: GradientStream, start: int, stop: int) -> GradientStream:
         stop - start,
         stream.columns,
         in_memory=stream.in_memory,
-        shards=stream.shards,
+        processes=stream.processes,
         own_samples=stream.own_samples,
     )

@@ -21,7 +21,7 @@ from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.work import TRUTHS, FitWork, Work
 from kronscope.support.checks import count, whole
-from kronscope.support.processes import find_shards, together
+from kronscope.support.processes import find_processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,12 +212,11 @@ def measure_fits(
     >>> one.rows[0].batch_size, many.rows[0].batch_size
     (1, 256)
     """
-    shards = find_shards(distributed)
-    if shards is not None:
-        shards.meet("ks.measure")
-    first = shards is None or shards.rank == 0
-    budget = common_budget(memory_budget, shards)
-    with together(shards):
+    processes = find_processes(distributed)
+    processes.barrier("ks.measure")
+    first = processes.rank == 0
+    budget = common_budget(memory_budget, processes)
+    with processes.failing_together():
         seed, step = whole("seed", seed), whole("step", step)
         _check(model, fits, truth, population, seed, accuracy)
         draws, spectrum_rank = count("draws", draws), count("spectrum_rank", spectrum_rank)
@@ -240,7 +239,7 @@ def measure_fits(
         specs = resolve_layers(model, [layers] if isinstance(layers, str) else layers)
         # the data is not among them: it is what differs
         asked = {
-            "fits": [(fit.fit, described(fit.approximations)) for fit in work.fits] if shards is not None else [],
+            "fits": [(fit.fit, described(fit.approximations)) for fit in work.fits],
             "layers": [(spec.name, spec.shape) for spec in specs],
             "loss": read_loss(loss),
             "forward": getattr(forward, "__qualname__", type(forward).__name__),
@@ -259,9 +258,9 @@ def measure_fits(
         }
     states = RandomStates(generators_of(data))
     try:
-        with Bar(progress and first) as bar, same_model(shards, model, asked):
+        with Bar(progress and first) as bar, same_model(processes, model, asked):
             was_training = any(module.training for module in model.modules())
-            with together(shards):
+            with processes.failing_together():
                 fitting = work.fitting(specs, by_name=layers is not None)
             bar.begin("checking the data", 1)
             recorder = Recorder(
@@ -276,10 +275,10 @@ def measure_fits(
                 chunk_bytes=max(1 << 16, min(64 << 20, work.budget // 8)),
                 progress=bar.at,
                 skip_unreached=layers is None,
-                shards=shards,
+                processes=processes,
             )
             parameters = sum(parameter.numel() for parameter in model.parameters())
-            with together(shards):
+            with processes.failing_together():
                 work.begin(recorder, parameters, was_training)
             if verbose and first:
                 sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
@@ -289,10 +288,10 @@ def measure_fits(
         work.partial = True
     finally:
         states.restore()
-    if shards is None or work.partial:
+    if work.partial:
         return work.results()
     # the numbers are equal already; so are the times now
-    return shards.by_first(work.results)
+    return processes.on_rank_0(work.results)
 
 
 def _check(model: Any, fits: Sequence[Fit], truth: str, population: bool, seed: int, accuracy: Any) -> None:

@@ -13,7 +13,7 @@ from kronscope.approx import Approximation
 from kronscope.gradients.data import checksum
 from kronscope.gradients.matrices import unwrap
 from kronscope.measures.budget import parse_budget
-from kronscope.support.processes import Shards
+from kronscope.support.processes import Processes
 
 __all__ = ["common_budget", "described", "same_model"]
 
@@ -24,38 +24,37 @@ def described(approximations: Sequence[Approximation]) -> list[str]:
     return [item.name if type(item).__repr__ is object.__repr__ else repr(item) for item in approximations]
 
 
-def common_budget(budget: int | str | None, shards: Shards | None) -> int:
+def common_budget(budget: int | str | None, processes: Processes) -> int:
     """Bytes each process may take: as given, or the default divided over the processes of a machine."""
-    if shards is None or budget is not None:
+    if budget is not None:
         return parse_budget(budget)
-    neighbours = shards.neighbours()
-    return min(shards.gathered(parse_budget(None) // neighbours))
+    return min(processes.all_gather_object(parse_budget(None) // processes.local_world_size()))
 
 
 @contextmanager
-def same_model(shards: Shards | None, model: nn.Module, asked: Mapping[str, Any]) -> Iterator[None]:
-    """Check that options and parameters are equal on all processes, and use the first one's buffers inside.
+def same_model(processes: Processes, model: nn.Module, asked: Mapping[str, Any]) -> Iterator[None]:
+    """Check that options and parameters are equal on all processes, and use rank 0's buffers inside.
 
     Data-parallel training leaves each process with running statistics of its own batches; as in its next forward pass,
-    the first process's count.
+    those of rank 0 count.
 
     Raises:
         DistributedError: options or parameters differ; the text names them.
     """
-    if shards is None:
+    if processes.world_size == 1:
         yield
         return
     inner = unwrap(model)
     tensors = [(f"parameter {name}", tensor) for name, tensor in inner.named_parameters()]
-    with shards.together():
+    with processes.failing_together():
         sums = {name: f"of shape {tuple(tensor.shape)}, checksum {checksum(tensor):08x}" for name, tensor in tensors}
-    shards.compare("ks.measure", {**asked, **sums})
+    processes.check_equal("ks.measure", {**asked, **sums})
     own: list[tuple[Tensor, Tensor]] = []
     try:
         for buffer in inner.buffers():
-            if len(set(shards.gathered((tuple(buffer.shape), str(buffer.dtype), checksum(buffer))))) > 1:
+            if len(set(processes.all_gather_object((tuple(buffer.shape), str(buffer.dtype), checksum(buffer))))) > 1:
                 own.append((buffer, buffer.detach().clone()))
-                first = shards.told_by(0, buffer.detach().cpu())
+                first = processes.broadcast_object(buffer.detach().cpu())
                 with torch.no_grad():
                     buffer.copy_(first)
         yield

@@ -133,8 +133,8 @@ class Work:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        if recorder.shards is not None:
-            self.settings["processes"] = recorder.shards.size
+        if recorder.processes.world_size > 1:
+            self.settings["processes"] = recorder.processes.world_size
         if recorder.unreached:
             text = f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"
             self._warn(f"{text}.")

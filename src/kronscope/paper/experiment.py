@@ -22,9 +22,9 @@ from kronscope.paper.data import Dataset
 from kronscope.paper.models import logits
 from kronscope.paper.plans import Plan
 from kronscope.paper.scale import Settings
-from kronscope.paper.shared import AnyRun, shards_of, start_run
+from kronscope.paper.shared import AnyRun, processes_of, start_run
 from kronscope.paper.training import Progress, Stateful, train
-from kronscope.support.processes import find_shards
+from kronscope.support.processes import find_processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +82,7 @@ def run_experiment(
         measuring: Called with the step before measuring there, and with None when training goes on.
         show_bars: Let measurements show their progress.
         distributed: With torch.distributed initialised, every process calls this: all train alike, each measures its
-            part of the samples and keeps its part of the history, the first one has the folder. None infers that,
+            part of the samples and keeps its part of the history, rank 0 has the folder. None infers that,
             False works on this process alone.
 
     Returns:
@@ -94,10 +94,9 @@ def run_experiment(
     options = options or Options()
     settings = settings.on(dataset)
     config = {**settings.config(dataset), "figure": plan.name, "options": vars(options) | {}}
-    shards = find_shards(distributed)
-    if shards is not None:
-        shards.meet("the experiment")
-    with start_run(folder, config, resume, shards) as run:
+    processes = find_processes(distributed)
+    processes.barrier("the experiment")
+    with start_run(folder, config, resume, processes) as run:
         work = _Experiment(plan, settings, dataset, options, run, show_bars)
 
         def on_measure(step: int, model: nn.Module) -> None:
@@ -110,10 +109,10 @@ def run_experiment(
                 train(settings, dataset, run=run, on_start=work.attach, on_measure=on_measure, progress=progress)
                 measuring(settings.steps)
                 results = work.finish()
-            work.by_first(lambda: results.save(run.results_path))
+            processes.on_rank_0(lambda: results.save(run.results_path))
             run.finish()
             measuring(None)
-        return work.by_first(lambda: Results.load(run.results_path))
+        return processes.on_rank_0(lambda: Results.load(run.results_path))
 
 
 class _Experiment:
@@ -122,7 +121,7 @@ class _Experiment:
     ) -> None:
         self.plan, self.settings, self.dataset, self.options, self.run = plan, settings, dataset, options, run
         self.show_bars = show_bars
-        self.shards = shards_of(run)
+        self.processes = processes_of(run)
         self.names: dict[str, str] = {}
         self.history: GradientHistory | None = None
 
@@ -133,10 +132,6 @@ class _Experiment:
         # also after an interrupt: whoever goes on with the run must find the folder free
         if self.history is not None:
             self.history.close()
-
-    def by_first(self, action: Callable[[], _T]) -> _T:
-        """What the first process returns; it alone acts."""
-        return action() if self.shards is None else self.shards.by_first(action)
 
     # ------------------------------------------------------------------ along the way
 
@@ -149,16 +144,16 @@ class _Experiment:
         fresh = self.run.latest() is None
         if fresh and folder.exists():
             # left by a run that was killed before its first checkpoint; several processes may be at it
-            shutil.rmtree(folder, ignore_errors=self.shards is not None)
-        space = self.by_first(lambda: min(_MOST_HISTORY, shutil.disk_usage(self.run.folder).free // 2))
+            shutil.rmtree(folder, ignore_errors=self.processes.world_size > 1)
+        space = self.processes.on_rank_0(lambda: min(_MOST_HISTORY, shutil.disk_usage(self.run.folder).free // 2))
         self.history = GradientHistory.attach(
             optimizer,
             model,
             list(self.names),
             folder,
-            space=space if self.shards is None else space // self.shards.size,
+            space=space // self.processes.world_size,
             resume=not fresh,
-            distributed=False if self.shards is None else self.shards.group,
+            distributed=self.processes.distributed,
         )
         return {"history": self.history}
 
@@ -174,7 +169,7 @@ class _Experiment:
             names += [f"probes-{i}-{step}" for i in range(len(self.plan.gauss_newton))]
         if all(self.run.stored(name) is not None for name in names):
             return
-        data = self.dataset.sample(self.settings.samples, self.settings.seed, shards=self.shards)
+        data = self.dataset.sample(self.settings.samples, self.settings.seed, processes=self.processes)
         measured = measure_fits(
             model,
             self.settings.definition.loss().to(self.settings.device),
@@ -190,7 +185,7 @@ class _Experiment:
             # the figure shows singular values beyond the first after the last step only
             spectrum_rank=8 if step == self.settings.measure_at[-1] else 1,
             progress=self.show_bars,
-            distributed=False if self.shards is None else self.shards.group,
+            distributed=self.processes.distributed,
         )
         for name, results in zip(names, measured, strict=True):
             self._store(name, results)
@@ -259,4 +254,4 @@ class _Experiment:
         if parts:
             merged = parts[0].merge(*parts[1:])
             results = Results(merged.rows, merged.details, {**self._settings(), "estimator": "probes"})
-            self.by_first(lambda: results.save(Path(self.run.folder) / "probes.json"))
+            self.processes.on_rank_0(lambda: results.save(Path(self.run.folder) / "probes.json"))

@@ -13,7 +13,7 @@ from kronscope import figures
 from kronscope.measures import Results
 from kronscope.paper.runs import claim, environment, write_json
 from kronscope.support.locks import FileLock
-from kronscope.support.processes import Shards, together
+from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["MeasurementFolder"]
 
@@ -26,7 +26,7 @@ class MeasurementFolder:
 
     Args:
         path: The folder.
-        shards: The processes, if several measure together; the first one has the folder.
+        processes: The processes, if several measure together; rank 0 has the folder.
 
     Raises:
         RunError: The folder holds a run, cannot be made, or is in use.
@@ -39,15 +39,15 @@ class MeasurementFolder:
     (True, False)
     """
 
-    def __init__(self, path: str | os.PathLike[str], shards: Shards | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], processes: Processes = ALONE) -> None:
         self.path = Path(path)
-        self._shards = shards
+        self._processes = processes
         self._lock: FileLock | None = None
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._locked_before = (self.path / ".lock").exists()
         self._written = False
-        with together(shards):
-            if shards is None or shards.rank == 0:
+        with processes.failing_together():
+            if processes.rank == 0:
                 self._lock = claim(self.path)
 
     def __enter__(self) -> MeasurementFolder:
@@ -61,13 +61,13 @@ class MeasurementFolder:
     def write(self, results: Results, config: Mapping[str, Any]) -> list[Path]:
         """Write the results, what was asked for, the picture and the report; return the files to look at.
 
-        With several processes all of them call it, and only the first one writes.
+        With several processes all of them call it, and only rank 0 writes.
 
         Raises:
             ResultsError: A file cannot be written.
         """
         files: list[Path] = []
-        with together(self._shards):
+        with self._processes.failing_together():
             if self._lock is not None:
                 for leftover in self.path.glob(".*.tmp"):  # of a kill in the middle of a write
                     leftover.unlink()

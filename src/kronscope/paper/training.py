@@ -19,7 +19,7 @@ from kronscope.errors import NonFiniteError
 from kronscope.paper.data import Dataset, batch_indices, derive_seed
 from kronscope.paper.models import logits
 from kronscope.paper.scale import Settings
-from kronscope.paper.shared import AnyRun, shards_of
+from kronscope.paper.shared import AnyRun, processes_of
 
 __all__ = ["Progress", "Stateful", "train"]
 
@@ -161,9 +161,9 @@ class _Session:
         """Write a checkpoint, unless this step has one or the last one is recent enough."""
         if self.run is None or self._saved_step == self.step:
             return
-        due, shards = time.monotonic() - self._saved_at >= older_than, shards_of(self.run)
-        # clocks differ: the first process decides for all
-        if not (due if shards is None else shards.told_by(0, due)):
+        due = time.monotonic() - self._saved_at >= older_than
+        # clocks differ: rank 0 decides for all
+        if not processes_of(self.run).broadcast_object(due):
             return
         state = {
             "model": self.model.state_dict(),

@@ -1,13 +1,18 @@
-"""Samples spread over the processes of a group: each holds its own, sums are taken over all."""
+"""One process or several that work together, in the words of torch.distributed.
+
+Code that may run on several processes is written once, with the methods of :class:`Processes`.
+:func:`find_processes` returns those of a process group, or :data:`ALONE`, whose collective calls return at once.
+"""
 
 from __future__ import annotations
 
 import math
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,15 +24,15 @@ from kronscope.errors import DistributedError, OptionError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Shards", "find_shards", "together"]
+__all__ = ["ALONE", "GroupProcesses", "Processes", "find_processes"]
 
-# How long the others may take to arrive where one process waits for them; work before that differs by less.
-MEETING_SECONDS = 120.0
+# How long the others may take to reach a barrier; the work before one differs by less between processes.
+BARRIER_SECONDS = 120.0
 _T = TypeVar("_T")
 
 
-def find_shards(distributed: bool | ProcessGroup | None) -> Shards | None:
-    """Return the processes that share the data; None where this process is alone.
+def find_processes(distributed: bool | ProcessGroup | None) -> Processes:
+    """Return the processes that work together, which may be this one alone.
 
     Args:
         distributed: None takes all processes if torch.distributed is initialised; False this process alone; True
@@ -36,14 +41,14 @@ def find_shards(distributed: bool | ProcessGroup | None) -> Shards | None:
     Raises:
         OptionError: several processes are asked for, but there are none, or this one is not of the group.
 
-    >>> find_shards(None) is None
-    True
+    >>> find_processes(None).world_size
+    1
     """
     if distributed is False:
-        return None
+        return ALONE
     if not (dist.is_available() and dist.is_initialized()):
         if distributed is None:
-            return None
+            return ALONE
         raise OptionError(
             "distributed asks for several processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group first, or leave distributed out."
@@ -51,86 +56,188 @@ def find_shards(distributed: bool | ProcessGroup | None) -> Shards | None:
     group = None if isinstance(distributed, bool) or distributed is None else distributed
     if dist.get_rank(group) < 0:
         raise OptionError("distributed is a process group that this process is not a member of; do not call it here.")
-    shards = Shards(group)
-    return shards if shards.size > 1 else None
+    return GroupProcesses(group) if dist.get_world_size(group) > 1 else ALONE
 
 
-class Shards:
-    """The processes of a group, seen from one of them.
+class Processes(ABC):
+    """The processes that work together, seen from one of them.
 
-    All methods but the properties are collective: every process of the group must call them in the same order. That
-    is so when all decisions are based on numbers that are equal everywhere, as summed ones are.
-
-    Args:
-        group: The process group; None for all processes.
+    All methods but :meth:`share_of` are collective: every process must call them in the same order. That is so when
+    all decisions are based on numbers that are equal everywhere, as summed ones are.
 
     Attributes:
-        rank: This process's place in the group.
-        size: How many processes there are.
+        rank: This process's number, counted from 0.
+        world_size: How many processes there are.
+        distributed: The argument of :func:`find_processes` that finds these processes again.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+    rank: int
+    world_size: int
+    distributed: bool | ProcessGroup | None
 
     def __repr__(self) -> str:
         """Say which one it is."""
-        return f"Shards(process {self.rank} of {self.size})"
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
-    def part_of(self, count: int) -> range:
-        """This process's share of ``count`` things, in order, sizes differing by one at most.
+    def share_of(self, count: int) -> range:
+        """This process's share of ``count`` things, in order, sizes differing by one at most. It asks nobody.
 
-        The only method that asks nobody.
+        >>> ALONE.share_of(5)
+        range(0, 5)
         """
-        share, rest = divmod(count, self.size)
+        share, rest = divmod(count, self.world_size)
         start = self.rank * share + min(self.rank, rest)
         return range(start, start + share + (self.rank < rest))
 
-    # ------------------------------------------------------------------ meeting
+    def on_rank_0(self, action: Callable[[], _T]) -> _T:
+        """Return on all processes what ``action`` returns on rank 0, the only one to call it; if it fails, all fail.
 
-    def meet(self, what: str) -> None:
+        >>> ALONE.on_rank_0(lambda: "made once")
+        'made once'
+        """
+        value: Any = None
+        with self.failing_together():
+            if self.rank == 0:
+                value = action()
+        given: _T = self.broadcast_object(value)
+        return given
+
+    @abstractmethod
+    def barrier(self, what: str) -> None:
         """Wait until every process is here.
+
+        Args:
+            what: The call that all processes must make, for the error.
 
         Raises:
             DistributedError: some did not come in time.
         """
+
+    @abstractmethod
+    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        """Check that named values, compared by their texts, are the same on all processes.
+
+        Raises:
+            DistributedError: some differ; the text names them, and ``what`` was called with them.
+        """
+
+    @abstractmethod
+    def failing_together(self) -> AbstractContextManager[None]:
+        """What fails inside on one process fails on all of them, instead of leaving the others waiting."""
+
+    @abstractmethod
+    def all_reduce(
+        self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, ...]:
+        """The sums over processes of the float64 tensors each computes; equal to the last bit on all of them.
+
+        What fails on one process fails on all, as under :meth:`failing_together`.
+
+        Args:
+            local: Computes this process's tensors.
+            shapes: Their shapes.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, value: _T) -> list[_T]:
+        """Every process's value, in the order of ranks."""
+
+    @abstractmethod
+    def broadcast_object(self, value: _T, src: int = 0) -> _T:
+        """The value of the process with rank ``src``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, src: int = 0) -> Tensor:
+        """The tensor of the process with rank ``src``, of known shape and type; None is given on the others."""
+
+    @abstractmethod
+    def local_world_size(self) -> int:
+        """How many of the processes run on this machine."""
+
+
+@final
+class _Alone(Processes):
+    """This process alone: nobody to wait for, to compare with or to send to."""
+
+    rank, world_size, distributed = 0, 1, False
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        pass
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_reduce(
+        self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, ...]:
+        return local()
+
+    def all_gather_object(self, value: _T) -> list[_T]:
+        return [value]
+
+    def broadcast_object(self, value: _T, src: int = 0) -> _T:
+        return value
+
+    def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, src: int = 0) -> Tensor:
+        assert tensor is not None
+        return tensor
+
+    def local_world_size(self) -> int:
+        return 1
+
+
+ALONE: Processes = _Alone()
+
+
+@final
+class GroupProcesses(Processes):
+    """The processes of a torch.distributed group.
+
+    Args:
+        group: The process group; None for all processes.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = self.distributed = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def barrier(self, what: str) -> None:
+        """Wait for all, no longer than :data:`BARRIER_SECONDS`."""
         store = _store()
         if store is None:  # the group's own timeout has to do
             return
-        ranks = list(range(dist.get_world_size())) if self.group is None else dist.get_process_group_ranks(self.group)
-        name = f"kronscope/{what}/{','.join(map(str, ranks)) if self.group is not None else 'all'}"
+        ranks = "all" if self._group is None else ",".join(map(str, dist.get_process_group_ranks(self._group)))
+        name = f"kronscope/{what}/{ranks}"
         # counters in the store rather than a collective: giving up then leaves the group as it was
         number = store.add(f"{name}/{self.rank}", 1)
         store.add(name, 1)
-        limit, pause = time.monotonic() + MEETING_SECONDS, 1e-4
-        while store.add(name, 0) < number * self.size:
+        limit, pause = time.monotonic() + BARRIER_SECONDS, 1e-4
+        while store.add(name, 0) < number * self.world_size:
             if time.monotonic() > limit:
-                late = [str(rank) for rank in range(self.size) if store.add(f"{name}/{rank}", 0) < number]
+                late = [str(rank) for rank in range(self.world_size) if store.add(f"{name}/{rank}", 0) < number]
                 for counter in (name, f"{name}/{self.rank}"):
                     store.add(counter, -1)
                 raise DistributedError(
-                    f"{what} was called on process {self.rank} of {self.size}, but for {MEETING_SECONDS:.0f} seconds "
-                    f"not on process {', '.join(late)}. With torch.distributed initialised it must be called on every "
-                    "process, each with its own part of the data; to work on one process alone, pass "
+                    f"{what} was called on process {self.rank} of {self.world_size}, but for {BARRIER_SECONDS:.0f} "
+                    f"seconds not on process {', '.join(late)}. With torch.distributed initialised it must be called "
+                    "on every process, each with its own part of the data; to work on one process alone, pass "
                     "distributed=False."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def compare(self, what: str, values: Mapping[str, Any]) -> None:
-        """Check that named values, compared by their texts, are the same everywhere.
-
-        Raises:
-            DistributedError: some differ; the text names them.
-        """
-        texts = {name: str(value) for name, value in values.items()}
-        gathered = self.gathered(texts)
+    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        """Gather the texts of all processes and compare them with those of rank 0."""
+        texts = self.all_gather_object({name: str(value) for name, value in values.items()})
         found = []
-        for name in dict.fromkeys(name for other in gathered for name in other):
-            for rank, other in enumerate(gathered):
-                if other.get(name) != gathered[0].get(name):
-                    here, there = (_shortened(text.get(name)) for text in (gathered[0], other))
+        for name in dict.fromkeys(name for other in texts for name in other):
+            for rank, other in enumerate(texts):
+                if other.get(name) != texts[0].get(name):
+                    here, there = (_shortened(text.get(name)) for text in (texts[0], other))
                     found.append(f"{name} is {here} on process 0 and {there} on process {rank}")
                     break
         if found:
@@ -141,21 +248,21 @@ class Shards:
             )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What fails inside on one process fails on all of them, instead of leaving the others waiting."""
+    def failing_together(self) -> Iterator[None]:
+        """Exchange one flag at the end, and the errors if it is set anywhere."""
         failure: BaseException | None = None
         try:
             yield
         except BaseException as error:  # noqa: BLE001  # raised when the others know
             failure = error
         flag = torch.tensor([failure is not None], dtype=torch.int32, device=self._wire)
-        dist.all_reduce(flag, group=self.group)
+        dist.all_reduce(flag, group=self._group)
         if int(flag):
-            raise self._told(failure)
+            raise self._exchanged(failure)
 
-    def _told(self, error: BaseException | None) -> BaseException:
+    def _exchanged(self, error: BaseException | None) -> BaseException:
         """Exchange failures; return what to raise."""
-        told = self.gathered(("", "") if error is None else (type(error).__name__, str(error)))
+        told = self.all_gather_object(("", "") if error is None else (type(error).__name__, str(error)))
         if error is not None:
             return error
         rank, (name, text) = next((rank, item) for rank, item in enumerate(told) if item[0])
@@ -166,13 +273,10 @@ class Shards:
             return kind(f"On process {rank}: {text}")
         return DistributedError(f"Process {rank} failed with {name}: {text}")
 
-    # ------------------------------------------------------------------ exchanging
-
-    def sums(self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-        """The sums over processes of the float64 tensors each computes; equal to the last bit on all of them.
-
-        What fails on one process fails on all, as under :meth:`together`.
-        """
+    def all_reduce(
+        self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, ...]:
+        """Add all tensors, and the number of failures, in one message."""
         sizes = [math.prod(shape) for shape in shapes]
         # one number more says how many failed: a single message is most of what small sums cost
         wire = torch.zeros(1 + sum(sizes), dtype=torch.float64, device=self._wire)
@@ -186,69 +290,50 @@ class Shards:
             failure = error
             wire.zero_()
             wire[0] = 1.0
-        dist.all_reduce(wire, group=self.group)
+        dist.all_reduce(wire, group=self._group)
         if float(wire[0]):
-            raise self._told(failure)
+            raise self._exchanged(failure)
         totals = wire[1:].split(sizes)
         return tuple(
             total.reshape(tuple(shape)).to(device, copy=True)
             for total, shape, device in zip(totals, shapes, devices, strict=True)
         )
 
-    def gathered(self, value: _T) -> list[_T]:
-        """Every process's value, in their order."""
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
+    def all_gather_object(self, value: _T) -> list[_T]:
+        """Call ``torch.distributed.all_gather_object``."""
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value, group=self._group)
         return out
 
-    def told_by(self, rank: int, value: _T) -> _T:
-        """One process's value."""
-        box: list[Any] = [value if self.rank == rank else None]
-        dist.broadcast_object_list(box, src=self._global(rank), group=self.group, device=self._wire)
+    def broadcast_object(self, value: _T, src: int = 0) -> _T:
+        """Call ``torch.distributed.broadcast_object_list``."""
+        box: list[Any] = [value if self.rank == src else None]
+        dist.broadcast_object_list(box, src=self._global(src), group=self._group, device=self._wire)
         given: _T = box[0]
         return given
 
-    def by_first(self, action: Callable[[], _T]) -> _T:
-        """What the first process returns; it alone acts, and if it fails all do."""
-        value: Any = None
-        with self.together():
-            if self.rank == 0:
-                value = action()
-        given: _T = self.told_by(0, value)
-        return given
-
-    def copied(self, rank: int, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """One process's tensor, of known shape and type."""
+    def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, src: int = 0) -> Tensor:
+        """Call ``torch.distributed.broadcast`` on a device that the backend sends from."""
         if tensor is not None:
             wire = tensor.detach().to(self._wire).contiguous()
         else:
             wire = torch.empty(tuple(shape), dtype=dtype, device=self._wire)
         if wire.numel():
-            dist.broadcast(wire, src=self._global(rank), group=self.group)
+            dist.broadcast(wire, src=self._global(src), group=self._group)
         return wire if tensor is None else tensor
 
-    def neighbours(self) -> int:
-        """How many processes of the group run on this machine."""
-        return self.gathered(socket.gethostname()).count(socket.gethostname())
+    def local_world_size(self) -> int:
+        """Count the processes with this one's host name."""
+        return self.all_gather_object(socket.gethostname()).count(socket.gethostname())
 
     @property
     def _wire(self) -> torch.device:
         """Where tensors must be to be sent."""
-        nccl = dist.get_backend(self.group) == "nccl"
+        nccl = dist.get_backend(self._group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-
-@contextmanager
-def together(shards: Shards | None) -> Iterator[None]:
-    """As :meth:`Shards.together`; nothing for a process alone."""
-    if shards is None:
-        yield
-        return
-    with shards.together():
-        yield
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 def _store() -> Any:

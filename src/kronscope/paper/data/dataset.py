@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, OptionError
-from kronscope.support.processes import Shards
+from kronscope.support.processes import ALONE, Processes
 
 __all__ = [
     "Dataset",
@@ -126,19 +126,16 @@ class Dataset:
         inputs = self.normalization(self.images.read(indices))
         return (inputs.flatten(1) if self.flatten else inputs), self.targets[indices]
 
-    def sample(self, count: int, seed: int, *, batch: int = 256, shards: Shards | None = None) -> SampleBatches:
+    def sample(self, count: int, seed: int, *, batch: int = 256, processes: Processes = ALONE) -> SampleBatches:
         """``count`` training samples chosen by ``seed``, as a re-iterable of batches for measuring.
 
-        Of several processes (``shards``) each gets its part of them.
+        Of several processes (``processes``) each gets its part of them.
         """
-        least = 1 if shards is None else shards.size
-        if count < least:
-            raise OptionError(f"samples must be at least {least}, got {count}.")
+        if count < processes.world_size:
+            raise OptionError(f"samples must be at least {processes.world_size}, got {count}.")
         indices = _permutation(len(self), derive_seed(seed, "samples"))[:count]
-        if shards is not None:
-            part = shards.part_of(len(indices))
-            indices = indices[part.start : part.stop]
-        return SampleBatches(self, indices, batch)
+        share = processes.share_of(len(indices))
+        return SampleBatches(self, indices[share.start : share.stop], batch)
 
     def describe(self) -> dict[str, Any]:
         """What a run records about its data: title, sizes, normalisation, a fingerprint of the content."""
