@@ -15,7 +15,6 @@ from torch import nn
 import kronscope as ks
 from kronscope import approx, figures
 from kronscope.approx import options_of
-from kronscope.errors import OptionError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 from kronscope.measures import Detail, Results, schema
@@ -46,14 +45,10 @@ def test_exponents_are_kept_apart_by_merge() -> None:
     assert len(merged.merge(shampoo(0.75))) == 3
 
 
-def test_variants_can_be_measured_in_one_call() -> None:
-    both = measured(approximations=["shampoo", approx.get("shampoo", exponent=0.75)], details=("batch_sizes",))
-    assert both.rows[0].cosine == shampoo(0.5).rows[0].cosine
-    assert both.rows[1].cosine == shampoo(0.75).rows[0].cosine
-    assert set(both.details[0].values) == {"batch_size", *both.variants}
-    assert both.settings["approximations"] == list(both.variants)
-    with pytest.raises(OptionError, match="'shampoo' is given twice with the same options"):
-        measured(approximations=["shampoo", approx.get("shampoo", exponent=0.5)])
+def test_curves_and_settings_name_them_too() -> None:
+    results = measured(approximations=[approx.get("shampoo", exponent=0.75)], details=("batch_sizes",))
+    assert set(results.details[0].values) == {"batch_size", "shampoo (exponent=0.75)"}
+    assert results.settings["approximations"] == ["shampoo (exponent=0.75)"]
 
 
 def test_batches_without_replacement_are_kept_apart_where_they_differ() -> None:

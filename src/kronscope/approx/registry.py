@@ -124,18 +124,20 @@ def _text(value: object) -> str:
 
 
 def several(approximations: Sequence[str | Approximation] | str | Approximation) -> tuple[Approximation, ...]:
-    """Return approximations by name or object, no two alike, so that results can tell them apart.
+    """Return approximations by name or object, each name once, so that a name stands for one fit in a call.
 
     Raises:
-        OptionError: none is given, or two have one name and the same options.
+        OptionError: none is given, or two have one name.
     """
     given = approximations if isinstance(approximations, Sequence) else (approximations,)
     found = tuple(get(item) for item in ((given,) if isinstance(given, str) else given))
     if not found:
         raise OptionError("approximations must hold at least one approximation, such as 'shampoo2'.")
-    given_as = [(item.name, options_of(item)) for item in found]
-    if twice := sorted({known for known in given_as if given_as.count(known) > 1}):
-        raise OptionError(f"the approximation {twice[0][0]!r} is given twice with the same options; give it once.")
+    names_given = [item.name for item in found]
+    if twice := sorted({name for name in names_given if names_given.count(name) > 1}):
+        raise OptionError(
+            f"the approximation {twice[0]!r} is given twice; measure the two in separate calls and merge the results."
+        )
     return found
 
 
