@@ -9,22 +9,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kronscope.gradients.layouts import Layout
 from kronscope.gradients.matrices import LayerSpec
+from kronscope.gradients.sample_axes import SampleAxis
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.uses import Use
 
-__all__ = ["Assembler", "DenseAssembler", "FactoredAssembler", "Piece", "Sizes", "pieces_of"]
+__all__ = ["Assembler", "DenseAssembler", "FactoredAssembler", "UsePart", "Sizes", "parts_of"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class UsePart:
     """The part of a use that falls into a layer.
 
     Attributes:
         use: The use.
         index: The use's number in the list of gradients.
-        layout: Where its samples are.
+        axis: Where its samples are.
         row: First row within the layer.
         start: First row within the use.
         length: How many rows.
@@ -32,7 +32,7 @@ class Piece:
 
     use: Use
     index: int
-    layout: Layout
+    axis: SampleAxis
     row: int
     start: int
     length: int
@@ -42,41 +42,41 @@ class Piece:
         return rows[..., self.start : self.start + self.length]
 
 
-def pieces_of(spec: LayerSpec, uses: Sequence[Use], layouts: Mapping[tuple[str, int], Layout]) -> list[Piece]:
-    """All parts of uses that fall into a layer; ``layouts`` is keyed by parameter and ordinal."""
-    pieces = []
+def parts_of(spec: LayerSpec, uses: Sequence[Use], axes: Mapping[tuple[str, int], SampleAxis]) -> list[UsePart]:
+    """All parts of uses that fall into a layer; ``axes`` is keyed by parameter and ordinal."""
+    parts = []
     for index, use in enumerate(uses):
         place = use.place
         for row, at, length in spec.overlaps(place.parameter, place.start, place.start + place.rows):
-            layout = layouts[place.parameter, place.ordinal]
-            pieces.append(Piece(use, index, layout, row, at - place.start, length))
-    return pieces
+            axis = axes[place.parameter, place.ordinal]
+            parts.append(UsePart(use, index, axis, row, at - place.start, length))
+    return parts
 
 
 class _Group:
     """Pieces that share positions: the same input, different rows."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.pieces = [piece]
-        self.input_is_cols = piece.use.input_is_cols
-        self._key = (piece.use.key(), piece.layout)
+    def __init__(self, part: UsePart) -> None:
+        self.parts = [part]
+        self.input_is_cols = part.use.input_is_cols
+        self._key = (part.use.key(), part.axis)
 
-    def takes(self, piece: Piece) -> bool:
+    def takes(self, part: UsePart) -> bool:
         disjoint = all(
-            piece.row + piece.length <= other.row or other.row + other.length <= piece.row for other in self.pieces
+            part.row + part.length <= other.row or other.row + other.length <= part.row for other in self.parts
         )
-        return disjoint and self._key == (piece.use.key(), piece.layout)
+        return disjoint and self._key == (part.use.key(), part.axis)
 
 
-def _grouped(pieces: Sequence[Piece]) -> list[_Group]:
+def _grouped(parts: Sequence[UsePart]) -> list[_Group]:
     groups: list[_Group] = []
-    for piece in pieces:
+    for part in parts:
         for group in groups:
-            if group.takes(piece):
-                group.pieces.append(piece)
+            if group.takes(part):
+                group.parts.append(part)
                 break
         else:
-            groups.append(_Group(piece))
+            groups.append(_Group(part))
     return groups
 
 
@@ -95,12 +95,12 @@ class Sizes:
     shared_cols: bool
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], samples: int) -> Sizes:
-        """Sizes of the factored form of these pieces."""
-        groups = _grouped(pieces)
+    def of(cls, parts: Sequence[UsePart], samples: int) -> Sizes:
+        """Sizes of the factored form of these parts."""
+        groups = _grouped(parts)
         kinds = {group.input_is_cols for group in groups}
         return cls(
-            sum(group.pieces[0].use.positions(samples) for group in groups), True not in kinds, False not in kinds
+            sum(group.parts[0].use.positions(samples) for group in groups), True not in kinds, False not in kinds
         )
 
     def entries(self, shape: tuple[int, int], columns: int) -> int:
@@ -121,19 +121,19 @@ class Assembler(Protocol):
 
 
 class FactoredAssembler:
-    """Keeps inputs and output gradients apart; groups of pieces are further positions."""
+    """Keeps inputs and output gradients apart; groups of parts are further positions."""
 
     def __init__(
-        self, spec: LayerSpec, pieces: Sequence[Piece], samples: int, columns: int, dtype: torch.dtype
+        self, spec: LayerSpec, parts: Sequence[UsePart], samples: int, columns: int, dtype: torch.dtype
     ) -> None:
-        self._groups = _grouped(pieces)
+        self._groups = _grouped(parts)
         self._samples = samples
-        sizes = Sizes.of(pieces, samples)
-        device = pieces[0].use.place.inputs.device
+        sizes = Sizes.of(parts, samples)
+        device = parts[0].use.place.inputs.device
         m, n = spec.shape
         rows, cols = (1 if sizes.shared_rows else columns), (1 if sizes.shared_cols else columns)
-        # Rows that no piece of a group covers are zero at the group's positions.
-        gaps = any(sum(piece.length for piece in group.pieces) < m for group in self._groups)
+        # Rows that no part of a group covers are zero at the group's positions.
+        gaps = any(sum(part.length for part in group.parts) < m for group in self._groups)
         new_rows = torch.zeros if gaps else torch.empty
         self._rows = new_rows(samples, rows, sizes.positions, m, dtype=dtype, device=device)
         self._cols = torch.empty(samples, cols, sizes.positions, n, dtype=dtype, device=device)
@@ -141,32 +141,32 @@ class FactoredAssembler:
         start = 0
         for group in self._groups:
             self._starts.append(start)
-            length = group.pieces[0].use.positions(samples)
+            length = group.parts[0].use.positions(samples)
             at = slice(start, start + length)
-            first = group.pieces[0]
-            side = first.use.input_side(first.layout, samples).unsqueeze(1)
+            first = group.parts[0]
+            side = first.use.input_side(first.axis, samples).unsqueeze(1)
             if group.input_is_cols:
                 self._cols[:, :, at] = side
             else:
-                for piece in group.pieces:
-                    self._rows[:, :, at, piece.row : piece.row + piece.length] = piece.cut(side)
+                for part in group.parts:
+                    self._rows[:, :, at, part.row : part.row + part.length] = part.cut(side)
             start += length
 
     def add(self, column: int, grads: Sequence[Tensor | None], unscale: Tensor | None = None) -> None:
         """Take the gradients of all uses' outputs for one column, times a factor (samples,) if there is one."""
         for start, group in zip(self._starts, self._groups, strict=True):
-            for piece in group.pieces:
-                at = slice(start, start + piece.use.positions(self._samples))
+            for part in group.parts:
+                at = slice(start, start + part.use.positions(self._samples))
                 if group.input_is_cols:
-                    target = self._rows[:, column, at, piece.row : piece.row + piece.length]
+                    target = self._rows[:, column, at, part.row : part.row + part.length]
                 else:
                     target = self._cols[:, column, at]
-                grad = grads[piece.index]
+                grad = grads[part.index]
                 if grad is None:
                     target.zero_()
                     continue
-                side = piece.use.grad_side(grad, piece.layout, self._samples)
-                target.copy_(piece.cut(side) if group.input_is_cols else side)
+                side = part.use.grad_side(grad, part.axis, self._samples)
+                target.copy_(part.cut(side) if group.input_is_cols else side)
                 if unscale is not None:
                     target.mul_(unscale[:, None, None])
 
@@ -174,7 +174,7 @@ class FactoredAssembler:
         """Give the atoms."""
         row_inputs: tuple[bool, ...] = ()
         if len({group.input_is_cols for group in self._groups}) > 1:
-            lengths = [group.pieces[0].use.positions(self._samples) for group in self._groups]
+            lengths = [group.parts[0].use.positions(self._samples) for group in self._groups]
             row_inputs = tuple(
                 not group.input_is_cols
                 for group, length in zip(self._groups, lengths, strict=True)
@@ -187,31 +187,31 @@ class DenseAssembler:
     """Forms whole gradients."""
 
     def __init__(
-        self, spec: LayerSpec, pieces: Sequence[Piece], samples: int, columns: int, dtype: torch.dtype
+        self, spec: LayerSpec, parts: Sequence[UsePart], samples: int, columns: int, dtype: torch.dtype
     ) -> None:
-        self._pieces = pieces
+        self._parts = parts
         self._samples = samples
-        device = pieces[0].use.place.inputs.device
+        device = parts[0].use.place.inputs.device
         self._grads = torch.zeros(samples, columns, *spec.shape, dtype=dtype, device=device)
         # A table lookup adds into rows and needs no one-hot matrix.
         self._inputs = {
-            piece.index: piece.use.input_side(piece.layout, samples).to(dtype)
-            for piece in pieces
-            if piece.use.place.inputs.is_floating_point()
+            part.index: part.use.input_side(part.axis, samples).to(dtype)
+            for part in parts
+            if part.use.place.inputs.is_floating_point()
         }
 
     def add(self, column: int, grads: Sequence[Tensor | None], unscale: Tensor | None = None) -> None:
         """Take the gradients of all uses' outputs for one column, times a factor (samples,) if there is one."""
-        for piece in self._pieces:
-            grad = grads[piece.index]
+        for part in self._parts:
+            grad = grads[part.index]
             if grad is None:
                 continue
-            inputs = self._inputs.get(piece.index, grad)
-            whole = piece.use.gradient(grad, inputs, piece.layout, self._samples)
-            part = whole[:, piece.start : piece.start + piece.length]
+            inputs = self._inputs.get(part.index, grad)
+            whole = part.use.gradient(grad, inputs, part.axis, self._samples)
+            rows = whole[:, part.start : part.start + part.length]
             if unscale is not None:
-                part = part.to(self._grads.dtype) * unscale[:, None, None]
-            self._grads[:, column, piece.row : piece.row + piece.length] += part
+                rows = rows.to(self._grads.dtype) * unscale[:, None, None]
+            self._grads[:, column, part.row : part.row + part.length] += rows
 
     def finish(self, weights: Tensor, samples: Tensor) -> Atoms:
         """Give the atoms."""

@@ -14,7 +14,7 @@ from kronscope.gradients.chunk import ChunkCapture, check_finite
 from kronscope.gradients.data import Batch, Batches, map_tensors, tensors_of
 from kronscope.gradients.forward import Forward, ForwardFunction, common_device
 from kronscope.gradients.guard import untouched
-from kronscope.gradients.labels import LABEL_MODES, Columns, Draws, read_loss
+from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import Atoms, GradientStream
@@ -353,7 +353,7 @@ class Recorder:
             step = self._chunk_size(batch, plans.values())
             for start in range(0, batch.size, step):
                 chunk = batch.take(slice(start, min(start + step, batch.size)))
-                # Batches 0, 1, 3, 7, ...: enough to notice a layout that depends on the data.
+                # Batches 0, 1, 3, 7, ...: enough to notice samples that lie elsewhere, depending on the data.
                 checked = start == 0 and number & (number + 1) == 0
                 yield self._capture(chunk, request, plans, checked)
                 done += chunk.size

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from kronscope.errors import ModelError, NonFiniteError
-from kronscope.gradients.assemble import Assembler, DenseAssembler, FactoredAssembler, pieces_of
+from kronscope.gradients.assemble import Assembler, DenseAssembler, FactoredAssembler, parts_of
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
 from kronscope.gradients.interception import UseRecorder
-from kronscope.gradients.labels import Columns
-from kronscope.gradients.layouts import Layout
+from kronscope.gradients.losses import Columns
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.probe import Routes, UseKey, agree, leading_shape, matches
+from kronscope.gradients.sample_axes import SampleAxis
 from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.uses import Use
 
@@ -61,12 +61,12 @@ class ChunkCapture:
         device = self.outputs.device
         self._weights = torch.full((batch.size,), weight, dtype=torch.float64, device=device)
         self._numbers = batch.samples.to(device)
-        self._layouts: dict[UseKey, Layout] = dict(routes.layouts)
+        self._axes: dict[UseKey, SampleAxis] = dict(routes.axes)
         for use in self._uses:
             # A longer unrolling than in the probe goes on as it began.
-            known = {layout for key, layout in routes.layouts.items() if key[0] == use.place.parameter}
+            known = {axis for key, axis in routes.axes.items() if key[0] == use.place.parameter}
             if len(known) == 1:
-                self._layouts.setdefault((use.place.parameter, use.place.ordinal), next(iter(known)))
+                self._axes.setdefault((use.place.parameter, use.place.ordinal), next(iter(known)))
 
     def misfits(self, specs: Collection[LayerSpec]) -> list[LayerSpec]:
         """The layers that cannot be put together from the uses in this chunk, though they could in the probe."""
@@ -75,8 +75,8 @@ class ChunkCapture:
         strange = {
             use.place.parameter
             for use in self._uses
-            if (layout := self._layouts.get((use.place.parameter, use.place.ordinal))) is None
-            or not layout.fits(leading_shape(use), self._batch.size)
+            if (axis := self._axes.get((use.place.parameter, use.place.ordinal))) is None
+            or not axis.fits(leading_shape(use), self._batch.size)
             or use.place.overwritten
         }
         if self._routes.depends_on_data and self._batch.size > 1:
@@ -84,11 +84,11 @@ class ChunkCapture:
         return [
             spec
             for spec in specs
-            if strange.intersection(spec.parameters) or not pieces_of(spec, self._uses, self._layouts)
+            if strange.intersection(spec.parameters) or not parts_of(spec, self._uses, self._axes)
         ]
 
     def _misplaced(self, ignored: Collection[str]) -> set[str]:
-        """Parameters with a use whose layout is wrong here.
+        """Parameters with a use whose samples lie elsewhere here.
 
         Pulling back the outputs of every sample times a number of its own must multiply the gradients at its positions
         by that number.
@@ -107,8 +107,8 @@ class ChunkCapture:
         for use, one, other in zip(uses, plain, multiplied, strict=True):
             if one is None or other is None:
                 continue
-            layout = self._layouts[use.place.parameter, use.place.ordinal]
-            expected, found = (use.grad_side(grad, layout, samples) for grad in (one, other))
+            axis = self._axes[use.place.parameter, use.place.ordinal]
+            expected, found = (use.grad_side(grad, axis, samples) for grad in (one, other))
             if not agree(found, expected * factors.to(expected)[:, None, None], dtype):
                 wrong.add(use.place.parameter)
         return wrong
@@ -119,9 +119,9 @@ class ChunkCapture:
             return {}
         assemblers: dict[LayerSpec, Assembler] = {}
         for spec, (form, dtype) in layers.items():
-            pieces = pieces_of(spec, self._uses, self._layouts)
+            parts = parts_of(spec, self._uses, self._axes)
             kind = DenseAssembler if form == "dense" else FactoredAssembler
-            assemblers[spec] = kind(spec, pieces, self._batch.size, columns.count, dtype)
+            assemblers[spec] = kind(spec, parts, self._batch.size, columns.count, dtype)
         edges = [use.place.edge for use in self._uses]
         for index, column in enumerate(columns):
             vectors, unscale = self._scaled(column)

@@ -2,10 +2,9 @@ r"""A training run's own gradients: what Adagrad's matrix :math:`H_T = \sum_{t \
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
-from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
-from kronscope.gradients.spread import check_averaged, go_on, open_store, own_folder, owner, write_store
+from kronscope.gradients.history_parts import (
+    check_averaged,
+    folder_of_process,
+    keeper_of,
+    open_store,
+    resume_records,
+    write_store,
+)
+from kronscope.gradients.history_weights import history_weights
+from kronscope.gradients.optimizer_gradients import OptimizerGradients
 from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import DenseAtoms, GradientStream
 from kronscope.support.checks import count
@@ -30,20 +37,21 @@ _CHUNK_BYTES = 64 << 20
 
 
 class GradientHistory:
-    """Records the gradients that an optimizer is about to use, step by step.
+    """The gradients that an optimizer used, step by step.
 
-    Made by :meth:`attach`, or by :meth:`open` from a folder that an earlier process wrote. Recording is a step
-    pre-hook: it changes neither the gradients nor the optimizer. Measure with :func:`kronscope.measure_history`.
+    :meth:`attach` starts to record a training run; :meth:`open` reads a folder that an earlier run wrote. Recording is
+    a step pre-hook: it changes neither the gradients nor the optimizer. Measure with
+    :func:`kronscope.measure_history`.
 
-    Under torch.distributed the processes share the records: gradients are the same on all of them after averaging, and
-    each step is kept by one.
+    Under torch.distributed the processes share the records: after averaging all have the same gradients, so each step
+    is kept by one of them.
 
     Attributes:
         layers: Names of the recorded layers.
         steps: Training steps with a record, counted from 1 at :meth:`attach`.
         processes: The processes that share the records.
-        total_steps: Steps seen, recorded or not.
-        every: Every which step is recorded.
+        total_steps: How many steps there were, recorded or not.
+        every: One step in ``every`` is recorded.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,14 +80,13 @@ class GradientHistory:
         self.layers = tuple(names)
         self._shapes = dict(zip(names, shapes, strict=True))
         self.every = store.every
-        # of all processes
+        # the recorded steps of all processes; those of this one are the store's
         self._steps = list(steps)
         self.total_steps = total_steps
         self._space: int | None = None
         self._handle: Any = None
-        self._take: Callable[[], list[Tensor]] | None = None
-        self._gathers = False
-        # records counted so far, and how many each process keeps
+        self._gradients: OptimizerGradients | None = None
+        # how many records have been counted, and how many of them each process keeps
         self._counted: tuple[int, list[int]] = (0, [])
 
     @classmethod
@@ -103,24 +110,26 @@ class GradientHistory:
             model: The model.
             layers: Names, globs, row ranges and stacks as for :func:`kronscope.measure`; None takes every matrix.
             path: A folder to write to instead of keeping everything in memory.
-            every: Record every k-th step only; default all of them.
-            dtype: ``float16`` halves the space (each record with a scale of its own); default the parameter's type.
-            space: Bytes allowed. When they would be exceeded, records first go to half precision, then every second
-                one is dropped and ``every`` doubles; measurements then have error bars.
-            resume: Go on with the history in ``path`` if there is one, as a resumed training run does; a
-                :meth:`load_state_dict` then drops what was recorded after the checkpoint. ``every`` and ``dtype`` are
-                then those of the history. Others are for the whole of it: a multiple of its ``every`` drops the records
-                between, and a narrower type converts them.
-            distributed: With torch.distributed initialised, every process calls this and each keeps its share of the
-                steps; the gradients must be averaged over processes before the optimizer's step, as
-                DistributedDataParallel and FSDP do. None infers that, False records on this process alone, a process
-                group shares among those in it.
+            every: Record one step in ``every``; default each step.
+            dtype: How numbers are kept. ``float16`` halves the space, with one scale for each record; the default is
+                the parameter's type, but at least float32.
+            space: How many bytes the records may take, on each process. When they would take more, they are first
+                converted to float16; after that every second record is dropped and ``every`` doubles, as often as
+                needed. Measurements of a thinned history have error bars.
+            resume: Go on with the history in ``path``, if there is one. ``every`` and ``dtype`` may be left out and are
+                then as before. A multiple of the history's ``every`` drops the records between, and a narrower
+                ``dtype`` converts those that are there. When training goes back to a checkpoint, pass
+                :meth:`load_state_dict` the state that was saved with it: records of later steps are dropped.
+            distributed: None shares the records among all processes if torch.distributed is initialised; False records
+                on this process alone; a process group shares among its members. Every process that shares must call
+                this, and gradients must be averaged over processes before the optimizer's step, as
+                DistributedDataParallel and FSDP do.
 
         Raises:
             LayerError: a layer does not exist, is no matrix, or is not trained by this optimizer.
             DataError: the folder holds a history already, is being written by another one, or cannot be written to.
-            OptionError: an argument is out of range, or does not fit the history that is gone on with.
-            DistributedError: another process was called differently, or did not come.
+            OptionError: an argument is out of range, or does not fit the history that is resumed.
+            DistributedError: another process called this with other arguments, or did not call it.
         """
         processes = find_processes(distributed)
         processes.barrier("GradientHistory.attach")
@@ -130,16 +139,9 @@ class GradientHistory:
         space = None if space is None else count("space in bytes", space)
         if dtype not in (None, torch.float16, torch.float32, torch.float64):
             raise OptionError(f"dtype must be float16, float32 or float64, got {dtype}.")
-        model = unwrap(model)
-        specs = resolve_layers(model, [layers] if isinstance(layers, str) else layers)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for spec in specs:
-            for name in spec.parameters:
-                if id(parameters[name]) not in trained:
-                    raise LayerError(f"layer {spec.name!r}: the optimizer does not train {name!r}; leave it out.")
-        dtypes = [dtype or _kept_type([parameters[name] for name in spec.parameters]) for spec in specs]
-        names, shapes = [spec.name for spec in specs], [spec.shape for spec in specs]
+        gradients = OptimizerGradients(optimizer, model, layers)
+        names, shapes = gradients.names, gradients.shapes
+        dtypes = gradients.dtypes if dtype is None else [dtype] * len(names)
         smallest = sum(record_bytes(shape, torch.float16) for shape in shapes)
         if space is not None and space < 4 * smallest:
             raise OptionError(
@@ -151,9 +153,9 @@ class GradientHistory:
         store: Store | None = None
         try:
             with processes.failing_together():
-                folder = None if path is None else own_folder(Path(path), processes)
+                folder = None if path is None else folder_of_process(Path(path), processes)
                 store = write_store(names, shapes, dtypes, every or 1, folder, resume)
-            steps, total = go_on(store, processes, every, dtype) if isinstance(store, DiskStore) else ([], 0)
+            steps, total = resume_records(store, processes, every, dtype) if isinstance(store, DiskStore) else ([], 0)
         except BaseException:
             # here or on another process; the folder must not stay locked
             if store is not None:
@@ -161,22 +163,23 @@ class GradientHistory:
             raise
         history = cls(store, names, shapes, processes=processes, steps=steps, total_steps=total)
         history._space = space
-        history._gathers = any(hasattr(parameters[name], "full_tensor") for spec in specs for name in spec.parameters)
-        history._take = lambda: [_matrix(spec, parameters) for spec in specs]
-        history._handle = optimizer.register_step_pre_hook(history._before_step)
+        history._gradients = gradients
+        history._handle = gradients.before_each_step(history._record)
         return history
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, distributed: bool | ProcessGroup | None = None) -> GradientHistory:
-        """Open a folder of records, also one whose writer was killed, by however many processes it was written.
+        """Open a folder of records for reading.
+
+        The run that wrote it may have been killed, and may have had any number of processes.
 
         Args:
             path: The folder.
             distributed: As for :meth:`attach`: each process reads its share.
 
         Raises:
-            DataError: there is no history in the folder, it is damaged, a part of it is missing, or it is no even
-                sample of the steps, as when two wrote it at once.
+            DataError: there is no history in the folder, it is damaged, the records of a process are missing, or steps
+                are missing in between, as when two runs wrote to it at once.
         """
         processes = find_processes(distributed)
         processes.barrier("GradientHistory.open")
@@ -208,7 +211,7 @@ class GradientHistory:
             self._handle = None
 
     def close(self) -> None:
-        """Stop recording, close the files, and let another history go on with them."""
+        """Stop recording and close the files, so that another history may be resumed from them."""
         self.detach()
         self._store.close()
 
@@ -220,7 +223,7 @@ class GradientHistory:
         return self._shapes[layer]
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
-        """Return records number ``start`` to ``stop`` (k, m, n) of a layer, of those that this process keeps."""
+        """Return records ``start`` to ``stop - 1`` of a layer, (k, m, n), of those that this process keeps."""
         return self._store.read(self._index(layer), start, stop)
 
     def stream(self, layer: str, step: int | None = None, *, beta: float | None = None) -> GradientStream:
@@ -229,8 +232,8 @@ class GradientHistory:
         Args:
             layer: Its name.
             step: The last step to include; None for all.
-            beta: None gives Adagrad's sum (weights 1); otherwise the weights :math:`(1-\beta)\beta^{T-t}` that an
-                exponential mean holds.
+            beta: None gives Adagrad's sum (weights 1); otherwise the weights :math:`(1-\beta)\beta^{T-t}` of an
+                exponential mean.
 
         Raises:
             LayerError: the layer is not recorded.
@@ -245,7 +248,7 @@ class GradientHistory:
         weights = history_weights(torch.tensor(steps), self.total_steps if step is None else step, beta)
         shape = self._shapes[layer]
         own = [at for at in self._store.steps if step is None or at <= step]
-        # where the own steps stand among all
+        # a record's sample number is its place among the records of all processes
         numbers = torch.searchsorted(torch.tensor(steps), torch.tensor(own, dtype=torch.int64))
         count = len(own)
         size = max(1, _CHUNK_BYTES // (4 * shape[0] * shape[1]))
@@ -270,10 +273,10 @@ class GradientHistory:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a training checkpoint needs to go on recording as if nothing had happened.
+        """Return what a training checkpoint must hold, so that recording can be resumed from it.
 
-        Records on disk stay there, and the state is the same on every process. Of records in memory each process
-        returns its own, and must load its own.
+        With records on disk that is little, and the same on every process. With records in memory it is the records
+        that this process keeps: every process must save its own state and load it again.
         """
         state = {**to_state(self._store, len(self.layers)), "total_steps": self.total_steps, "every": self.every}
         if self.processes.world_size > 1:
@@ -281,12 +284,12 @@ class GradientHistory:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a state; records written after it are dropped.
+        """Go back to a saved state; records of later steps are dropped.
 
         Raises:
-            DataError: the files lack records that the state had, or the state is of another process.
+            DataError: the files lack records of the state, or the state was saved by another process.
         """
-        # what was recorded later may have thinned the records the state had, as it would again
+        # steps after the checkpoint may have thinned the files, and would do so again
         every = int(state_dict["every"])
         every = every if "grads" in state_dict else max(every, self._store.every)
         everything = [step for step in state_dict["steps"] if (step - 1) % every == 0]
@@ -317,46 +320,25 @@ class GradientHistory:
 
     # ------------------------------------------------------------------ recording
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:]), None)
-        if closure is None:
-            self._record(optimizer)
-            return None
-        # the gradients do not exist yet: record when the closure has first been called
-        state = {"waiting": True}
-
-        def recording() -> Any:
-            loss = closure()
-            if state.pop("waiting", False):
-                self._record(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": recording}
-        return (args[0], recording, *args[2:]), kwargs
-
-    def _record(self, optimizer: Optimizer) -> None:
-        # a gradient scaler leaves unscaling, and skipping a step with infinities, to fused optimizers
-        scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if isinstance(found, Tensor) and bool(found):
+    def _record(self) -> None:
+        gradients = self._gradients
+        assert gradients is not None
+        if gradients.will_be_skipped():
             return
         self.total_steps += 1
         if self._is_due() and self._space is not None:
             self._make_room(self._space)
-        if not self._is_due() or self._take is None:
+        if not self._is_due():
             self._store.saw(self.total_steps)
             return
-        own = self._is_own(self.total_steps)
-        with torch.no_grad():
-            # gathering a sharded gradient takes all processes
-            if own or self._gathers or not self._steps:
-                grads = self._take()
-                if isinstance(scale, Tensor):
-                    grads = [grad / scale.to(grad) for grad in grads]
-                if self.processes.world_size > 1 and not self._steps:
-                    check_averaged(self.processes, self.layers, grads)
-                if own:
-                    self._store.append(self.total_steps, grads)
+        own, first = self._is_own(self.total_steps), not self._steps
+        # reading a sharded gradient takes all processes, and so does the comparison at the first record
+        if own or first or gradients.sharded:
+            grads = gradients.read()
+            if first and self.processes.world_size > 1:
+                check_averaged(self.processes, self.layers, grads)
+            if own:
+                self._store.append(self.total_steps, grads)
         if not own:
             self._store.saw(self.total_steps)
         self._steps.append(self.total_steps)
@@ -365,15 +347,15 @@ class GradientHistory:
         return (self.total_steps - 1) % self.every == 0
 
     def _is_own(self, step: int) -> bool:
-        return owner(step, self.processes.world_size) == self.processes.rank
+        return keeper_of(step, self.processes.world_size) == self.processes.rank
 
-    def _most(self) -> int:
-        """The most records that any process keeps: what decides must be the same on all of them."""
+    def _most_records(self) -> int:
+        """How many records the process with most of them keeps; the same number on all processes, for decisions."""
         known, counts = self._counted
         if known > len(self._steps) or known == 0:
             known, counts = 0, [0] * self.processes.world_size
         for step in self._steps[known:]:
-            counts[owner(step, self.processes.world_size)] += 1
+            counts[keeper_of(step, self.processes.world_size)] += 1
         self._counted = len(self._steps), counts
         return max(counts)
 
@@ -383,7 +365,7 @@ class GradientHistory:
 
         def needed() -> int:
             sizes = zip(shapes, store.dtypes, strict=True)
-            return (self._most() + 1) * sum(record_bytes(shape, dtype) for shape, dtype in sizes)
+            return (self._most_records() + 1) * sum(record_bytes(shape, dtype) for shape, dtype in sizes)
 
         while needed() > space:
             if any(dtype != torch.float16 for dtype in store.dtypes):
@@ -404,35 +386,3 @@ class GradientHistory:
         if layer not in self._shapes:
             raise LayerError(f"layer {layer!r} is not recorded; there are: {', '.join(self.layers)}.")
         return self.layers.index(layer)
-
-
-def history_weights(steps: Tensor, last: int | Tensor, beta: float | None) -> Tensor:
-    """Weights of the gradients at ``steps`` in what is held after step ``last``, or after one for each of them."""
-    if beta is None:
-        return torch.ones(len(steps), dtype=torch.float64)
-    if not 0 <= beta < 1:
-        raise OptionError(f"beta must be at least 0 and below 1, got {beta}.")
-    if beta == 0:
-        return (steps == last).double()
-    return (1 - beta) * torch.exp((last - steps).double() * math.log(beta))
-
-
-def _kept_type(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    dtype = torch.float32
-    for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype
-
-
-def _matrix(spec: LayerSpec, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """The layer's gradient as it is now; a parameter without one counts as zero, as the optimizer will skip it."""
-    parts = []
-    for name, start, stop in spec.segments:
-        parameter = parameters[name]
-        grad = parameter.grad
-        whole = torch.zeros_like(parameter) if grad is None else grad.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        whole = whole.to_dense() if whole.is_sparse else whole
-        parts.append(whole.reshape(whole.shape[0], -1)[start:stop])
-    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return rows.to(dtype=torch.promote_types(rows.dtype, torch.float32), copy=True)

@@ -1,8 +1,8 @@
 """Deciding, on a few samples and never by assumption, how each layer is captured.
 
 A sample alone, by plain autograd, is the reference. Compared with it are: the outputs of the same sample in a batch (do
-samples mix?), the gradient put together from the uses seen (are all uses seen, is their layout understood?), and the
-gradient by ``torch.func``. What does not agree is not used.
+samples mix?), the gradient put together from the uses seen (are all uses seen, is it known where their samples are?),
+and the gradient by ``torch.func``. What does not agree is not used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from kronscope.errors import ModelError, NonFiniteError
-from kronscope.gradients.assemble import DenseAssembler, FactoredAssembler, Sizes, pieces_of
+from kronscope.gradients.assemble import DenseAssembler, FactoredAssembler, Sizes, parts_of
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
 from kronscope.gradients.interception import UseRecorder
-from kronscope.gradients.layouts import Layout, candidate_layouts, fitting_layouts
 from kronscope.gradients.matrices import LayerSpec
+from kronscope.gradients.sample_axes import SampleAxis, candidate_axes, fitting_axes
 from kronscope.gradients.stream import Atoms, FactoredAtoms
 from kronscope.gradients.uses import ConvUse, Use
 
 __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape", "matches"]
 
-# What rounding may do to a deep model's outputs and gradients, relative to their norms. A wrong layout, a missed use or
-# a mixing layer is off by a sizeable part of the norm itself. (Models in float64 may well take a softmax in float32.)
+# What rounding may do to a deep model's outputs and gradients, relative to their norms. Samples sought along a wrong
+# axis, a missed use or a mixing layer are off by a sizeable part of the norm itself. (Models in float64 may well take a
+# softmax in float32.)
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 _FACTORED_CHECK_ENTRIES = 1 << 24
 UseKey = tuple[str, int]
@@ -54,16 +55,16 @@ class Routes:
 
     Attributes:
         by_layer: One route for every layer that the outputs depend on.
-        layouts: Where the samples lie, by parameter and use.
+        axes: Where the samples lie, by parameter and use.
         expanded: Uses whose output must get a sample dimension.
         unreached: Layers on which the outputs of the probe samples do not depend.
         outputs: The shape of the outputs for the probe batch.
         dtype: The coarsest type that takes part in the computation.
-        depends_on_data: Whether the model looks at values to decide what to compute, so that layouts may change.
+        depends_on_data: Whether the model looks at values to decide what to compute, so that samples may lie elsewhere.
     """
 
     by_layer: dict[str, Route] = field(default_factory=dict)
-    layouts: dict[UseKey, Layout] = field(default_factory=dict)
+    axes: dict[UseKey, SampleAxis] = field(default_factory=dict)
     expanded: frozenset[UseKey] = frozenset()
     unreached: list[str] = field(default_factory=list)
     outputs: torch.Size = field(default_factory=torch.Size)
@@ -186,16 +187,16 @@ def _try_hooks(
     routes: Routes,
 ) -> dict[str, str]:
     """Fill in the routes of layers whose uses are all seen and understood; say why not for the others."""
-    candidates: dict[UseKey, list[Layout]] = {}
+    candidates: dict[UseKey, list[SampleAxis]] = {}
     for reference in references:
         uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
         _narrow(candidates, uses, outputs, reference)
-        lost = {key for key, layouts in candidates.items() if not layouts}
+        lost = {key for key, axes in candidates.items() if not axes}
         if reference is references[0] and lost:
             # The output of such a use is the same for all samples; give it a sample dimension and look again.
             try:
                 uses, outputs = _record(forward, parameters, reference, routes, lost)
-                again = {key: layouts for key, layouts in candidates.items() if layouts}
+                again = {key: axes for key, axes in candidates.items() if axes}
                 _narrow(again, uses, outputs, reference)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 continue
@@ -204,9 +205,9 @@ def _try_hooks(
                 candidates = (
                     again
                     if routes.expanded == lost
-                    else {key: again[key] if key in routes.expanded else layouts for key, layouts in candidates.items()}
+                    else {key: again[key] if key in routes.expanded else axes for key, axes in candidates.items()}
                 )
-    routes.layouts = {key: layouts[0] for key, layouts in candidates.items() if layouts}
+    routes.axes = {key: axes[0] for key, axes in candidates.items() if axes}
     reasons: dict[str, str] = {}
     for reference in references:
         uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
@@ -236,9 +237,9 @@ def _record(
 
 
 def _narrow(
-    candidates: dict[UseKey, list[Layout]], uses: Sequence[Use], outputs: Tensor, reference: _Reference
+    candidates: dict[UseKey, list[SampleAxis]], uses: Sequence[Use], outputs: Tensor, reference: _Reference
 ) -> None:
-    """Keep for every use the layouts under which pulling back one sample's outputs reaches that sample's positions."""
+    """Keep for every use the axes under which pulling back one sample's outputs reaches that sample's positions."""
     if not uses or not outputs.requires_grad:
         return
     samples = reference.batch.size
@@ -260,9 +261,9 @@ def _narrow(
         key = (use.place.parameter, use.place.ordinal)
         known = candidates.get(key)
         if known is None:
-            known = candidate_layouts(leading_shape(use), samples)
+            known = candidate_axes(leading_shape(use), samples)
         tolerance = 10 * torch.finfo(reference.dtype).eps
-        candidates[key] = fitting_layouts(known, torch.stack(mass), picks, samples, tolerance)
+        candidates[key] = fitting_axes(known, torch.stack(mass), picks, samples, tolerance)
 
 
 def leading_shape(use: Use) -> torch.Size:
@@ -290,16 +291,16 @@ def _hooks_obstacle(
         return "no linear map, convolution or table lookup uses it directly"
     samples = reference.batch.size
     for use in own:
-        layout = routes.layouts.get((use.place.parameter, use.place.ordinal))
-        if layout is None or not layout.fits(leading_shape(use), samples):
+        axis = routes.axes.get((use.place.parameter, use.place.ordinal))
+        if axis is None or not axis.fits(leading_shape(use), samples):
             return "the positions of a use cannot be assigned to samples"
         if use.place.overwritten:
             return "the input of a use is overwritten later in the forward pass"
-    pieces = pieces_of(spec, uses, routes.layouts)
-    sizes = Sizes.of(pieces, samples)
+    parts = parts_of(spec, uses, routes.axes)
+    sizes = Sizes.of(parts, samples)
     dtype = torch.promote_types(parameters[spec.parameters[0]].dtype, torch.float32)
     small = sizes.entries(spec.shape, 1) * samples <= _FACTORED_CHECK_ENTRIES
-    assembler = (FactoredAssembler if small else DenseAssembler)(spec, pieces, samples, 1, dtype)
+    assembler = (FactoredAssembler if small else DenseAssembler)(spec, parts, samples, 1, dtype)
     assembler.add(0, grads)
     atoms = assembler.finish(torch.ones(samples), torch.arange(samples))
     for index, pick in enumerate(reference.picks):

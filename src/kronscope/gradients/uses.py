@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from kronscope.gradients.layouts import Layout
+from kronscope.gradients.sample_axes import SampleAxis
 
 __all__ = ["ConvUse", "EmbeddingUse", "LinearUse", "Place", "ProductUse", "Use"]
 
@@ -74,17 +74,17 @@ class LinearUse:
         """Equal for uses whose input sides are the same."""
         return ("linear", *self.place.input_key())
 
-    def input_side(self, layout: Layout, samples: int) -> Tensor:
+    def input_side(self, axis: SampleAxis, samples: int) -> Tensor:
         """The input as (samples, positions, features)."""
-        return layout.arrange(self.place.inputs, self.sample_dims(), samples)
+        return axis.arrange(self.place.inputs, self.sample_dims(), samples)
 
-    def grad_side(self, grad: Tensor, layout: Layout, samples: int) -> Tensor:
+    def grad_side(self, grad: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The output's gradient as (samples, positions, features)."""
-        return layout.arrange(grad, self.sample_dims(), samples)
+        return axis.arrange(grad, self.sample_dims(), samples)
 
-    def gradient(self, grad: Tensor, inputs: Tensor, layout: Layout, samples: int) -> Tensor:
+    def gradient(self, grad: Tensor, inputs: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The weight's gradient (samples, rows, columns), from :meth:`input_side` and the output's gradient."""
-        return self.grad_side(grad, layout, samples).to(inputs.dtype).mT @ inputs
+        return self.grad_side(grad, axis, samples).to(inputs.dtype).mT @ inputs
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,17 @@ class ProductUse:
         """Equal for uses whose gradient sides are the same: none but itself."""
         return ("product", self.place.parameter, self.place.ordinal)
 
-    def input_side(self, layout: Layout, samples: int) -> Tensor:
+    def input_side(self, axis: SampleAxis, samples: int) -> Tensor:
         """The input as (samples, positions, rows)."""
-        return layout.arrange(self.place.inputs, self.sample_dims(), samples)
+        return axis.arrange(self.place.inputs, self.sample_dims(), samples)
 
-    def grad_side(self, grad: Tensor, layout: Layout, samples: int) -> Tensor:
+    def grad_side(self, grad: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The output's gradient as (samples, positions, columns)."""
-        return layout.arrange(grad, self.sample_dims(), samples)
+        return axis.arrange(grad, self.sample_dims(), samples)
 
-    def gradient(self, grad: Tensor, inputs: Tensor, layout: Layout, samples: int) -> Tensor:
+    def gradient(self, grad: Tensor, inputs: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The weight's gradient (samples, rows, columns)."""
-        return inputs.mT @ self.grad_side(grad, layout, samples).to(inputs.dtype)
+        return inputs.mT @ self.grad_side(grad, axis, samples).to(inputs.dtype)
 
 
 @dataclass(frozen=True)
@@ -139,23 +139,23 @@ class EmbeddingUse:
         """Equal for uses whose gradient sides are the same: none but itself."""
         return ("embedding", self.place.parameter, self.place.ordinal)
 
-    def input_side(self, layout: Layout, samples: int) -> Tensor:
+    def input_side(self, axis: SampleAxis, samples: int) -> Tensor:
         """One-hot rows (samples, positions, rows), zero at the padding index."""
-        tokens = layout.arrange(self.place.inputs, self.sample_dims(), samples).long()
+        tokens = axis.arrange(self.place.inputs, self.sample_dims(), samples).long()
         rows = torch.zeros(*tokens.shape, self.place.rows, device=tokens.device)
         rows.scatter_(2, tokens.unsqueeze(2), 1.0)
         if self.padding_idx is not None:
             rows[..., self.padding_idx] = 0.0
         return rows
 
-    def grad_side(self, grad: Tensor, layout: Layout, samples: int) -> Tensor:
+    def grad_side(self, grad: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The output's gradient as (samples, positions, columns)."""
-        return layout.arrange(grad, self.sample_dims(), samples)
+        return axis.arrange(grad, self.sample_dims(), samples)
 
-    def gradient(self, grad: Tensor, inputs: Tensor, layout: Layout, samples: int) -> Tensor:
+    def gradient(self, grad: Tensor, inputs: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The table's gradient (samples, rows, columns)."""
-        tokens = layout.arrange(self.place.inputs, self.sample_dims(), samples).long()
-        values = self.grad_side(grad, layout, samples)
+        tokens = axis.arrange(self.place.inputs, self.sample_dims(), samples).long()
+        values = self.grad_side(grad, axis, samples)
         whole = values.new_zeros(samples, self.place.rows, values.shape[2])
         whole.scatter_add_(1, tokens.unsqueeze(2).expand_as(values), values)
         if self.padding_idx is not None:
@@ -190,30 +190,30 @@ class ConvUse:
         alone = (self.place.parameter, self.place.ordinal) if self.groups > 1 else ()
         return ("conv", *self.place.input_key(), geometry, alone)
 
-    def windows(self, layout: Layout, samples: int) -> Tensor:
+    def windows(self, axis: SampleAxis, samples: int) -> Tensor:
         """The windows (samples, groups, positions, columns)."""
         x = self._batched(self.place.inputs)
         if any(low or high for low, high in self.padding):
             x = F.pad(x, [width for pair in reversed(self.padding) for width in pair])
         spatial = len(self.kernel)
-        for axis, (size, step, gap) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            x = x.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
+        for number, (size, step, gap) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + number, gap * (size - 1) + 1, step)[..., ::gap]
         # (N, channels, *positions, *kernel) -> (N, groups, *positions, channels / groups, *kernel)
         x = x.reshape(x.shape[0], self.groups, -1, *x.shape[2:]).movedim(2, 2 + spatial)
-        return self._by_sample(x.flatten(2 + spatial).flatten(2, 1 + spatial), layout, samples)
+        return self._by_sample(x.flatten(2 + spatial).flatten(2, 1 + spatial), axis, samples)
 
-    def blocks(self, grad: Tensor, layout: Layout, samples: int) -> Tensor:
+    def blocks(self, grad: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The output's gradient (samples, groups, positions, rows / groups)."""
         x = self._batched(grad).flatten(2).unflatten(1, (self.groups, -1)).mT
-        return self._by_sample(x, layout, samples)
+        return self._by_sample(x, axis, samples)
 
-    def input_side(self, layout: Layout, samples: int) -> Tensor:
+    def input_side(self, axis: SampleAxis, samples: int) -> Tensor:
         """The windows (samples, groups * positions, columns)."""
-        return self.windows(layout, samples).flatten(1, 2)
+        return self.windows(axis, samples).flatten(1, 2)
 
-    def grad_side(self, grad: Tensor, layout: Layout, samples: int) -> Tensor:
+    def grad_side(self, grad: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The output's gradient (samples, groups * positions, rows), zero outside the position's group."""
-        blocks = self.blocks(grad, layout, samples)
+        blocks = self.blocks(grad, axis, samples)
         if self.groups == 1:
             return blocks.flatten(1, 2)
         _, groups, positions, rows = blocks.shape
@@ -221,18 +221,18 @@ class ConvUse:
         whole.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
         return whole.flatten(3).flatten(1, 2)
 
-    def gradient(self, grad: Tensor, inputs: Tensor, layout: Layout, samples: int) -> Tensor:
+    def gradient(self, grad: Tensor, inputs: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """The weight's gradient (samples, rows, columns)."""
         windows = inputs.unflatten(1, (self.groups, -1))
-        blocks = self.blocks(grad, layout, samples).to(inputs.dtype)
+        blocks = self.blocks(grad, axis, samples).to(inputs.dtype)
         return torch.matmul(blocks.mT, windows).flatten(1, 2)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if x.dim() == len(self.kernel) + 1 else x
 
-    def _by_sample(self, x: Tensor, layout: Layout, samples: int) -> Tensor:
+    def _by_sample(self, x: Tensor, axis: SampleAxis, samples: int) -> Tensor:
         """(N, groups, positions, features) with N = samples * s -> (samples, groups, s * positions, features)."""
-        split = layout.arrange(x, 1, samples)
+        split = axis.arrange(x, 1, samples)
         merged: Tensor = split.movedim(1, 2).flatten(2, 3)
         return merged
 

@@ -13,7 +13,7 @@ from kronscope.approx import Approximation
 from kronscope.errors import ModelError, OptionError
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
-from kronscope.gradients.labels import read_loss
+from kronscope.gradients.losses import read_loss
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit
 from kronscope.measures.probes import Probes
 from kronscope.measures.processes import common_budget, described, same_model

@@ -79,7 +79,7 @@ def undisturbed() -> dict[str, Tensor]:
 def test_a_killed_process_is_an_error_on_the_others_and_a_restart_ends_where_the_run_would_have(
     pool: Pool, tmp_path: Path
 ) -> None:
-    rank, step = random.Random(time.time()).choice([(r, s) for r in range(SIZE) for s in range(EVERY, STEPS)])
+    rank, step = random.Random(0).choice([(r, s) for r in range(SIZE) for s in range(EVERY, STEPS)])
     context = multiprocessing.get_context("spawn")
     arguments = ("fsdp2", str(tmp_path), (rank, step), list(sys.path))
     processes = [context.Process(target=mortal, args=(r, *arguments)) for r in range(SIZE)]

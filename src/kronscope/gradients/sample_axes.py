@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "candidate_layouts", "fitting_layouts"]
+__all__ = ["SampleAxis", "candidate_axes", "fitting_axes"]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The samples lie along one dimension, alone or interleaved with other positions.
+class SampleAxis:
+    """The dimension of an activation along which the samples lie, alone or interleaved with other positions.
 
     Attributes:
         dim: The dimension.
         outer: With s entries per sample along it: ``sample * s + entry`` if true, ``entry * samples + sample`` if not.
 
     >>> sequence_first = torch.arange(6).reshape(3, 2, 1)
-    >>> Layout(1, True).arrange(sequence_first, 2, samples=2)[:, :, 0]
+    >>> SampleAxis(1, True).arrange(sequence_first, 2, samples=2)[:, :, 0]
     tensor([[0, 2, 4],
             [1, 3, 5]])
     """
@@ -49,22 +49,20 @@ class Layout:
         return split.flatten(1, leading)
 
 
-def candidate_layouts(leading: Sequence[int], samples: int) -> list[Layout]:
-    """All layouts that sizes allow, the most usual first."""
-    every = [Layout(dim, outer) for outer in (True, False) for dim in range(len(leading))]
+def candidate_axes(leading: Sequence[int], samples: int) -> list[SampleAxis]:
+    """All axes that sizes allow, the most usual first."""
+    every = [SampleAxis(dim, outer) for outer in (True, False) for dim in range(len(leading))]
     # With one entry per sample both orders are the same.
-    return [
-        layout for layout in every if layout.fits(leading, samples) and (layout.outer or leading[layout.dim] != samples)
-    ]
+    return [axis for axis in every if axis.fits(leading, samples) and (axis.outer or leading[axis.dim] != samples)]
 
 
-def fitting_layouts(
-    layouts: Sequence[Layout], masses: Tensor, picks: Sequence[int], samples: int, tolerance: float
-) -> list[Layout]:
-    """Keep the layouts under which each sample's gradients lie at its own positions.
+def fitting_axes(
+    axes: Sequence[SampleAxis], masses: Tensor, picks: Sequence[int], samples: int, tolerance: float
+) -> list[SampleAxis]:
+    """Keep the axes under which each sample's gradients lie at its own positions.
 
     Args:
-        layouts: What to choose from.
+        axes: What to choose from.
         masses: ``(len(picks), *leading)``: the size of the gradients when only the outputs of one sample are pulled
             back. Samples do not mix, so all of it must lie at positions of that sample.
         picks: Which samples those were.
@@ -72,12 +70,12 @@ def fitting_layouts(
         tolerance: The share of the largest mass that counts as zero.
     """
     kept = []
-    for layout in layouts:
-        if not layout.fits(masses.shape[1:], samples):
+    for axis in axes:
+        if not axis.fits(masses.shape[1:], samples):
             continue
-        split = torch.stack([layout.arrange(mass, mass.dim(), samples).sum(1) for mass in masses])
+        split = torch.stack([axis.arrange(mass, mass.dim(), samples).sum(1) for mass in masses])
         own = split[torch.arange(len(picks)), torch.as_tensor(picks)]
         foreign = split.sum(1) - own
         if bool((foreign <= tolerance * own.max()).all()):
-            kept.append(layout)
+            kept.append(axis)
     return kept

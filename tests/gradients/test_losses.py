@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from kronscope.errors import LabelError, OptionError
-from kronscope.gradients.labels import Draws, OutputLoss, read_loss
+from kronscope.gradients.losses import Draws, OutputLoss, read_loss
 from tests.gradients.naive import close
 
 F64 = torch.float64

@@ -1,4 +1,4 @@
-"""Recorded gradients spread over processes: which one keeps a step, in which folder, and how to read them all."""
+"""The parts of a gradient history: which process keeps a step, in which folder, and how all parts are read as one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kronscope.support.processes import Processes
 
 __all__ = [
     "JoinedStore",
-    "agreed_steps",
+    "common_steps",
     "check_averaged",
-    "go_on",
+    "resume_records",
     "open_store",
-    "own_folder",
-    "owner",
+    "folder_of_process",
+    "keeper_of",
     "write_store",
 ]
 
@@ -28,25 +28,27 @@ _FOLDER = re.compile(r"process-(\d+)-of-(\d+)")
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def owner(step: int, size: int) -> int:
-    """Which of ``size`` processes keeps a step.
+def keeper_of(step: int, size: int) -> int:
+    """Return the rank, of ``size`` processes, that keeps a step.
 
-    Multiples of the golden ratio fill the unit interval evenly, and so does every k-th of them: processes keep equally
-    much, also after every second step was dropped.
+    Multiples of the golden ratio, modulo 1, fill the unit interval evenly, and so does every k-th of them. So the
+    processes keep about equally many steps, also after every second step was dropped.
 
-    >>> [owner(step, 2) for step in range(1, 9)]
+    >>> [keeper_of(step, 2) for step in range(1, 9)]
     [0, 1, 0, 1, 0, 0, 1, 0]
     """
     return ((step - 1) * _GOLDEN % 2**64) * size >> 64
 
 
-def agreed_steps(parts: Sequence[tuple[Sequence[int], int]]) -> tuple[list[int], int]:
-    """Return the steps that are recorded without a gap, and every which one; a crash may have cut one part short.
+def common_steps(parts: Sequence[tuple[Sequence[int], int]]) -> tuple[list[int], int]:
+    """Return the steps up to which every process has its records, and the k of "one step in k is recorded".
+
+    A crash may have stopped one process some steps before the others, and one may have thinned its records already.
 
     Args:
-        parts: The steps of each process and every which step it kept.
+        parts: The steps of each process, and its k.
 
-    >>> agreed_steps([([1, 3, 6], 1), ([2, 5], 1)])
+    >>> common_steps([([1, 3, 6], 1), ([2, 5], 1)])
     ([1, 2, 3], 1)
     """
     every = max(every for _, every in parts)
@@ -55,8 +57,8 @@ def agreed_steps(parts: Sequence[tuple[Sequence[int], int]]) -> tuple[list[int],
     return steps[:gap], every
 
 
-def own_folder(path: Path, processes: Processes) -> Path:
-    """The folder this process writes to.
+def folder_of_process(path: Path, processes: Processes) -> Path:
+    """The folder that this process writes to.
 
     Raises:
         DataError: it is no folder, or holds the history of another number of processes.
@@ -81,7 +83,7 @@ def write_store(
     folder: Path | None,
     resume: bool,
 ) -> Store:
-    """Start to write to a folder, or go on, or to memory."""
+    """Return a store to write to: a new folder, one to go on with, or memory."""
     if folder is None:
         return MemoryStore(shapes, dtypes, every)
     if not (resume and (folder / "history.json").exists()):
@@ -94,10 +96,10 @@ def write_store(
 
 
 def open_store(path: Path, processes: Processes) -> tuple[DiskStore | JoinedStore, list[int], int]:
-    """Open a history for reading, by however many processes it was written.
+    """Open a history for reading; any number of processes may have written it.
 
     Returns:
-        This process's part, the recorded steps of all, and how many steps were seen.
+        This process's part, the recorded steps of all, and how many steps there were.
 
     Raises:
         DataError: there is none, it is damaged, or a part is missing.
@@ -124,36 +126,36 @@ def open_store(path: Path, processes: Processes) -> tuple[DiskStore | JoinedStor
         raise DataError(
             f"the gradient history in {path} lacks process-{missing[0]}-of-{size}; put all parts where they are read."
         )
-    steps, every = agreed_steps([part for fact in facts for part in fact[2]])
+    steps, every = common_steps([part for fact in facts for part in fact[2]])
     return JoinedStore(stores, set(steps), every, like), steps, _total(steps, every, max(fact[3] for fact in facts))
 
 
-def go_on(
+def resume_records(
     store: DiskStore, processes: Processes, every: int | None, dtype: torch.dtype | None
 ) -> tuple[list[int], int]:
-    """Make stored records an even sample of all steps so far, kept as it is asked for now.
+    """Bring stored records to the point from which all processes can go on, in the form asked for now.
 
-    A crash may have stopped the processes at different steps; those that all have recorded up to are kept.
+    What remains is one step in k, up to the last step that no process lacks.
 
     Args:
         store: The records of this process.
         processes: The processes.
-        every: Every which step to keep; None goes on with what is there.
-        dtype: What to keep numbers in; None goes on with what is there.
+        every: Keep one step in ``every``; None for as many as before.
+        dtype: How to keep numbers; None for as before.
 
     Returns:
-        The recorded steps of all processes, and how many steps were seen.
+        The recorded steps of all processes, and how many steps there were.
 
     Raises:
-        OptionError: what is there does not hold what is asked for.
-        DataError: the records are no even sample.
+        OptionError: the records there do not hold what is asked for now.
+        DataError: steps are missing between the records.
     """
     with processes.failing_together():
         if processes.world_size == 1:
             _check_even(store)
     fact = (store.steps, store.every, store.seen, store.dtypes, store.asked)
     facts = processes.all_gather_object(fact)
-    steps, stored = agreed_steps([(fact[0], fact[1]) for fact in facts])
+    steps, stored = common_steps([(fact[0], fact[1]) for fact in facts])
     total = _total(steps, stored, max(fact[2] for fact in facts))
     half = any(torch.float16 in fact[3] for fact in facts)
     kept = [torch.float16] * len(store.dtypes) if half else store.dtypes
@@ -201,7 +203,7 @@ def _next_dtypes(path: Path, dtype: torch.dtype | None, kept: list[torch.dtype],
 
 
 def _check_even(store: DiskStore) -> None:
-    """Raise where one process's records are not those of every k-th step."""
+    """Raise DataError unless one process's records are of every k-th step."""
     for number, step in enumerate(store.steps):
         if step != 1 + number * store.every:
             raise DataError(
@@ -211,12 +213,12 @@ def _check_even(store: DiskStore) -> None:
 
 
 def _total(steps: Sequence[int], every: int, seen: int) -> int:
-    """How many steps were seen; the count and the records are not written at one moment, so one may be ahead."""
+    """How many steps there were; the count and the records are written one after the other, so one may be ahead."""
     return min(max(seen, steps[-1]), steps[-1] + every - 1) if steps else 0
 
 
 def check_averaged(processes: Processes, layers: Sequence[str], grads: Sequence[Tensor]) -> None:
-    """Raise where every process has gradients of its own."""
+    """Raise DistributedError unless the processes have the same gradients."""
     norms = torch.tensor([float(torch.linalg.vector_norm(grad.double())) for grad in grads])
     every = torch.stack(processes.all_gather_object(norms))
     wrong = ~torch.isclose(every, every[:1], rtol=1e-3, atol=0.0, equal_nan=True).all(0)
@@ -228,7 +230,7 @@ def check_averaged(processes: Processes, layers: Sequence[str], grads: Sequence[
 
 
 def _folders(path: Path) -> list[tuple[int, int, Path]]:
-    """Parts in a folder: of how many processes, which one, where."""
+    """The parts in a folder: number of processes, rank, and where."""
     matches = [(_FOLDER.fullmatch(folder.name), folder) for folder in path.glob("process-*-of-*")]
     return sorted(
         (int(match[2]), int(match[1]), folder)
@@ -242,9 +244,9 @@ class JoinedStore:
 
     Args:
         stores: The folders.
-        steps: The steps that count.
-        every: Every which step there is.
-        like: A folder that says names, shapes and types, also where ``stores`` is empty.
+        steps: The steps to read; others are left out.
+        every: One step in ``every`` is recorded.
+        like: Has the names, shapes and types, also where ``stores`` is empty.
     """
 
     def __init__(self, stores: Sequence[DiskStore], steps: set[int], every: int, like: DiskStore) -> None:
