@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-The optimizer sees the process group and divides its work: each process keeps the factors of its own blocks, and they
-exchange the changed parameters. Prints who keeps and receives what, and the loss.
+The optimizer sees the process group and divides its roots; each process has the whole state, so rank 0 can save alone.
+Prints who keeps and receives what, and the loss.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from kronscope.optim.options import (
     layouts_of,
     structure_of,
 )
-from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_group
+from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_placement
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import (
@@ -118,12 +118,7 @@ class KroneckerOptimizer(Optimizer):
         ]
         if not self._placed:
             named = [(entry.name, entry.param) for entry in entries]
-            chosen = choose_group(named, self._parallel, self._process_group)
-            if chosen is not None:
-                # imported where it is used: DTensors take a while to import
-                from kronscope.optim.parallel.distributed import Distributed
-
-                self._placement = Distributed(chosen)
+            self._placement = choose_placement(named, self._parallel, self._process_group)
             self._placed = True
         self._placement.add(entries, self.param_groups, ranges)
 
@@ -289,7 +284,7 @@ class KroneckerOptimizer(Optimizer):
                 for portion in portions(stack, members):
                     grads = [exchange.blocks(member) for member in portion]
                     works.append(Work(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
-        together(works, exchange.put)
+        together(works, exchange.put, self._placement.roots)
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         """Change ``targets``: the parameters, or the parts or copies of them that this process changes."""
@@ -357,8 +352,18 @@ class KroneckerOptimizer(Optimizer):
     # --- state ----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it."""
+    def state_dict(self, *, part: bool = False) -> dict[str, Any]:
+        """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it.
+
+        Args:
+            part: With ``parallel="divided"`` each process has a part of the state, and is asked for it only by
+                torch.distributed.checkpoint; True is for a file of this process's own.
+
+        Raises:
+            StateError: this process has only a part of the state, and nothing says that it is meant.
+        """
+        if not part:
+            self._placement.check_saving()
         check_layout_options(self.param_groups, self._planned_with)
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]

@@ -89,7 +89,7 @@ class KLShampoo(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = "auto",
         nonfinite: Literal["skip", "raise"] = "skip",
-        parallel: Literal["auto", "single", "replicated"] = "auto",
+        parallel: Literal["auto", "single", "replicated", "divided"] = "auto",
         process_group: ProcessGroup | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}

@@ -59,9 +59,10 @@ class Shampoo(KroneckerOptimizer):
         split: Number (or sizes) of row parts that are matrices of their own, as 3 for a fused qkv.
         solver: ``"auto"``, or a root solver.
         nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
-        parallel: ``"auto"`` divides the work over processes: those of the mesh for DTensor parameters, else all of an
-            initialised process group. ``"single"``: this process is on its own. ``"replicated"``: all processes hold
-            the same parameters and gradients.
+        parallel: ``"auto"``: DTensor parameters divide the work over the processes of their mesh; other parameters are
+            held by all of an initialised process group (``"replicated"``), which divide the roots only, so that each
+            process can save the whole state. ``"divided"``: these too divide state and work. ``"single"``: this
+            process is on its own.
         process_group: The processes that share the work; None takes the mesh's, or all.
 
     Raises:
@@ -104,7 +105,7 @@ class Shampoo(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = "auto",
         nonfinite: Literal["skip", "raise"] = "skip",
-        parallel: Literal["auto", "single", "replicated"] = "auto",
+        parallel: Literal["auto", "single", "replicated", "divided"] = "auto",
         process_group: ProcessGroup | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}

@@ -90,7 +90,7 @@ class SOAP(KroneckerOptimizer):
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = _SOLVER,
         nonfinite: Literal["skip", "raise"] = "skip",
-        parallel: Literal["auto", "single", "replicated"] = "auto",
+        parallel: Literal["auto", "single", "replicated", "divided"] = "auto",
         process_group: ProcessGroup | None = None,
         reference: bool = False,
     ) -> None:

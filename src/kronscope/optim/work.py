@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +18,15 @@ from torch import Tensor
 from kronscope.kron.roots import CoupledNewton, Eigh, WarmQR
 from kronscope.kron.threads import divided, in_threads
 from kronscope.optim.batched import accumulate, direction, refresh_roots
-from kronscope.optim.config import Hyper
-from kronscope.optim.costs import step_cost
+from kronscope.optim.config import Adaptive, Hyper
+from kronscope.optim.costs import refresh_cost, step_cost
 from kronscope.optim.pieces import Tensors
 from kronscope.optim.schedule import due_blocks, stale_blocks
 from kronscope.optim.soap_batched import new_bases, turn_moments
 from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import Member, Stack
 
-__all__ = ["Work", "portions", "take_roots", "together"]
+__all__ = ["Due", "LocalRoots", "Roots", "Work", "portions", "solve", "take_roots", "together", "turn"]
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
@@ -85,7 +86,7 @@ class Work:
     ) -> None:
         self.members, self.hyper, self.step = members, hyper, step
         self.block, self.due = stack.block, list[tuple[int, Tensor]]()
-        self.cost = step_cost(members[0].tile, hyper) * sum(member.tile.count for member in members)
+        self.cost = step_cost(members[0].tile, hyper) * self.count
         self._stack, self._grads, self._anew = stack, grads, anew
         self._rows = _rows(members)
         self.state: Tensors = {name: tensor[self._rows] for name, tensor in stack.tensors.items()}
@@ -106,21 +107,49 @@ class Work:
                 if index.numel():
                     self.due.append((mode, index))
 
-    def refresh(self, mode: int, index: Tensor) -> None:
-        """Take the roots of some blocks anew."""
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return sum(member.tile.count for member in self.members)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device of its state."""
+        return self._stack.dtype, self._stack.device
+
+    @property
+    def turns(self) -> bool:
+        """Whether :meth:`refresh` returns bases, which moments are turned into afterwards."""
+        return self.hyper.family == "soap" and not self.hyper.published
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether its numbers, and not only its step, decide which roots are due."""
+        return isinstance(self.hyper.refresh, Adaptive)
+
+    def root_cost(self, mode: int) -> float:
+        """Multiply-adds of one root of a mode."""
+        return refresh_cost(self.members[0].tile, mode, self.hyper)
+
+    def refresh(self, mode: int, index: Tensor) -> Tensor | None:
+        """Take the roots of some blocks anew; SOAP's eigenbases (k, d, d) are returned, to be used by :meth:`turn`."""
+        if self.turns:
+            return new_bases(self.state, mode, index, self.hyper, self.step)
         refresh_roots(self.state, mode, index, self.hyper, self.step)
+        return None
 
-    def basis(self, mode: int, index: Tensor) -> Tensor:
-        """Return the new eigenbases (k, d, d) of some blocks."""
-        return new_bases(self.state, mode, index, self.hyper, self.step)
+    def root_tensors(self, mode: int) -> list[Tensor]:
+        """Return what :meth:`refresh` (or, for bases, :meth:`turn`) writes, one row per block."""
+        names = [name for name in (f"root{mode}", f"basis{mode}") if name in self.state]
+        spectrum = [self.state["spectrum"][:, mode]] if "spectrum" in self.state else []
+        return [*(self.state[name] for name in names), *spectrum]
 
-    def turn(self, block: int, sides: Sequence[tuple[int, Tensor]]) -> None:
-        """Carry a block's moments into new bases of some modes."""
-        for mode, basis in sides:
-            turn_moments(self.state, mode, torch.tensor([block]), basis, self.hyper)
+    def turn(self, mode: int, index: Tensor, bases: Tensor) -> None:
+        """Carry the moments of some blocks into new bases of a mode."""
+        turn_moments(self.state, mode, index, bases, self.hyper)
 
     def turn_cost(self, modes: Sequence[int]) -> float:
-        """Multiply-adds of :meth:`turn`."""
+        """Multiply-adds of :meth:`turn`, for one block."""
         return 2.0 * math.prod(self.block) * sum(self.block[mode] for mode in modes)
 
     def finish(self, put: Put) -> None:
@@ -151,49 +180,111 @@ def _joined(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([grad.to(dtype) for grad in grads])
 
 
-def together(works: Sequence[Work], put: Put) -> None:
+class Due(NamedTuple):
+    """Roots that are due: of some blocks of a work, in one mode."""
+
+    work: Work
+    mode: int
+    blocks: Tensor
+
+
+class Roots(Protocol):
+    """Who takes the roots that are due."""
+
+    def may_grow(self, work: Work) -> bool:
+        """Whether more roots may turn out to be due than the work itself found, once all works have been asked."""
+        ...
+
+    def take(self, works: Sequence[Work]) -> None:
+        """Take the roots that are due."""
+        ...
+
+
+class LocalRoots:
+    """This process takes all roots of its works."""
+
+    def may_grow(self, work: Work) -> bool:
+        """Return False: nobody else is asked."""
+        return False
+
+    def take(self, works: Sequence[Work]) -> None:
+        """Take the roots that are due."""
+        take_roots(works)
+
+
+def together(works: Sequence[Work], put: Put, roots: Roots) -> None:
     """Take the step of all works: gradients in, roots, updates out.
 
     Args:
         works: The works.
         put: Takes the updates of some members' blocks; called from any thread.
+        roots: Takes the roots.
     """
+    held = [roots.may_grow(work) for work in works]
 
-    def begin(work: Work) -> None:
+    def begin(work: Work, is_held: bool) -> None:
         work.take_in()
-        if not work.due:
+        if not work.due and not is_held:
             # at once, while what was taken in is in the cache
             work.finish(put)
 
     def cost(work: Work) -> float:
         return work.cost if work.is_on_cpu else 0.0
 
-    _side_by_side([partial(begin, work) for work in works], [cost(work) for work in works])
-    waiting = [work for work in works if work.due]
-    take_roots(waiting)
+    pairs = list(zip(works, held, strict=True))
+    _side_by_side([partial(begin, *pair) for pair in pairs], [cost(work) for work in works])
+    waiting = [work for work, is_held in pairs if work.due or is_held]
+    roots.take(waiting)
     _side_by_side([partial(work.finish, put) for work in waiting], [cost(work) for work in waiting])
 
 
 def take_roots(works: Sequence[Work]) -> None:
-    """Take the roots that are due; on a CPU one block per thread, whichever stack it belongs to."""
-    roots: list[Callable[[], Tensor | None]] = []
-    bases: list[tuple[Work, int, int]] = []
-    for work in works:
-        for mode, index in work.due:
-            if not _in_threads(work, mode):
-                refresh_roots(work.state, mode, index, work.hyper, work.step)
-            elif work.hyper.family == "soap":
-                bases += [(work, mode, block) for block in index.tolist()]
-            else:
-                roots += [partial(work.refresh, mode, torch.tensor([block])) for block in index.tolist()]
-    found = in_threads(roots + [partial(work.basis, mode, torch.tensor([block])) for work, mode, block in bases])
-    # moments are turned when all bases are there: it gains more from a second thread than a decomposition does
+    """Take the roots that are due, and use them."""
+    due = [Due(work, mode, index) for work in works for mode, index in work.due]
+    turn(zip(due, solve(due), strict=True))
+
+
+def solve(due: Sequence[Due]) -> list[Tensor | None]:
+    """Take roots; return SOAP's bases, which wait for :func:`turn`.
+
+    On a CPU it is one block per thread, whichever stack it belongs to.
+    """
+    found: list[Tensor | None] = [None] * len(due)
+    jobs: list[Callable[[], Tensor | None]] = []
+    places: list[int] = []
+    for place, (work, mode, index) in enumerate(due):
+        if _in_threads(work, mode):
+            jobs += [partial(work.refresh, mode, torch.tensor([block])) for block in index.tolist()]
+            places += [place] * index.numel()
+        else:
+            found[place] = work.refresh(mode, index)
+    bases: dict[int, list[Tensor]] = {}
+    for place, basis in zip(places, in_threads(jobs), strict=True):
+        if basis is not None:
+            bases.setdefault(place, []).append(basis)
+    for place, blocks in bases.items():
+        found[place] = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return found
+
+
+def turn(found: Iterable[tuple[Due, Tensor | None]]) -> None:
+    """Carry moments into new bases, when all are there: it gains more from a second thread than a decomposition."""
     turns: dict[tuple[Work, int], list[tuple[int, Tensor]]] = {}
-    for (work, mode, block), basis in zip(bases, found[len(roots) :], strict=True):
-        assert basis is not None
-        turns.setdefault((work, block), []).append((mode, basis))
+    for (work, mode, index), bases in found:
+        if bases is None:
+            continue
+        if not _in_threads(work, mode):
+            work.turn(mode, index, bases)
+            continue
+        for block, basis in zip(index.tolist(), bases.split(1), strict=True):
+            turns.setdefault((work, block), []).append((mode, basis))
+
+    def one(work: Work, block: int, sides: Sequence[tuple[int, Tensor]]) -> None:
+        for mode, basis in sides:
+            work.turn(mode, torch.tensor([block]), basis)
+
     _side_by_side(
-        [partial(work.turn, block, sides) for (work, block), sides in turns.items()],
+        [partial(one, work, block, sides) for (work, block), sides in turns.items()],
         [work.turn_cost([mode for mode, _ in sides]) for (work, _), sides in turns.items()],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["callers_level"]
+__all__ = ["callers_level", "is_called_from"]
 
 
 def callers_level() -> int:
@@ -13,3 +13,18 @@ def callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "kronscope"):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def is_called_from(module: str) -> bool:
+    """Whether a module, or one inside it, is among the callers.
+
+    >>> is_called_from("torch.distributed.checkpoint")
+    False
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == module or name.startswith(f"{module}."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

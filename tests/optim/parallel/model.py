@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kronscope.optim import SOAP, Graft, KLShampoo, Shampoo, Trace
+from kronscope.optim.base import KroneckerOptimizer
 
 BATCH = 12
 
@@ -53,24 +54,31 @@ def batch(step: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return tokens, (tokens.sum(1) + torch.randint(2, (BATCH,), generator=generator)) % vocabulary
 
 
-MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "shampoo": lambda p: Shampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=4),
-    "shampoo, whole": lambda p: Shampoo(p, 3e-3, weight_decay=0.1, decay="cautious", scale=Trace(1.0), refresh=4),
-    "shampoo, sums": lambda p: Shampoo(
-        p, 1e-2, betas=(0.9, 1.0), eps=1e-3, exponent=-0.25, scale=Graft("rmsprop", beta2=0.9), decay="coupled",
-        weight_decay=0.01, nesterov=True, momentum=0.3, method="kronecker",
+MAKERS: dict[str, Callable[..., KroneckerOptimizer]] = {
+    "shampoo": lambda p, **more: Shampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=4, **more),
+    "shampoo, whole": lambda p, **more: Shampoo(
+        p, 3e-3, weight_decay=0.1, decay="cautious", scale=Trace(1.0), refresh=4, **more
     ),
-    "soap, square": lambda p: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, block_size=4),
-    "soap, whole": lambda p: SOAP(p, 3e-3, weight_decay=0.1, refresh=3),
-    "kl": lambda p: KLShampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=8),
+    "shampoo, sums": lambda p, **more: Shampoo(
+        p, 1e-2, betas=(0.9, 1.0), eps=1e-3, exponent=-0.25, scale=Graft("rmsprop", beta2=0.9), decay="coupled",
+        weight_decay=0.01, nesterov=True, momentum=0.3, method="kronecker", **more,
+    ),
+    "soap, square": lambda p, **more: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, block_size=4, **more),
+    "soap, whole": lambda p, **more: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, **more),
+    "kl": lambda p, **more: KLShampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=8, **more),
 }  # fmt: skip
+
+
+def made(mode: str, name: str, params: Any) -> KroneckerOptimizer:
+    """The optimizer of a run; "divided" is DDP with the state divided too."""
+    return MAKERS[name](params, **({"parallel": "divided"} if mode == "divided" else {}))
 
 
 def wrapped(mode: str, square: bool = False, scalar: bool = False) -> nn.Module:
     """The model, with the same values on every process, made parallel."""
     model = Mixed(square, scalar)
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if mode == "ddp":
+    if mode in ("ddp", "divided"):
         return DistributedDataParallel(model)
     if mode in ("fsdp2", "hsdp"):
         if mode == "fsdp2":

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from kronscope.errors import StateError
-from tests.optim.parallel.model import MAKERS, train, values, wrapped
+from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 
 HALF, STEPS = 5, 10
@@ -45,7 +45,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, kind: str) -> dict[str, Any
 
 def save(mode: str, name: str, folder: str, kind: str = "nested") -> None:
     model = wrapped(mode, "square" in name)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     train(model, optimizer, range(HALF))
     state = state_of(model, optimizer, kind)
     with warnings.catch_warnings():
@@ -58,7 +58,7 @@ def resume(mode: str, name: str, folder: str, kind: str = "nested") -> dict[str,
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     state = state_of(model, optimizer, kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
@@ -72,7 +72,7 @@ def resume(mode: str, name: str, folder: str, kind: str = "nested") -> dict[str,
 @cache
 def undisturbed(name: str) -> dict[str, Tensor]:
     model = wrapped("single", "square" in name)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made("single", name, model.named_parameters())
     train(model, optimizer, range(STEPS))
     return values(model)
 
@@ -86,10 +86,11 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "source", "targets"),
     [
-        ("shampoo", "nested", ("ddp", 4), [("ddp", 1), ("ddp", 2), ("fsdp2", 3), ("single", 0)]),
-        ("shampoo", "flat", ("fsdp2", 4), [("ddp", 3), ("fsdp2", 2), ("hsdp", 4), ("single", 0)]),
-        ("soap, square", "nested", ("hsdp", 4), [("fsdp2", 2), ("ddp", 3)]),
-        ("kl", "flat", ("single", 0), [("ddp", 3), ("fsdp2", 2)]),
+        ("shampoo", "nested", ("divided", 4), [("ddp", 1), ("ddp", 2), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
+        ("shampoo", "nested", ("ddp", 4), [("ddp", 2), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
+        ("shampoo", "flat", ("fsdp2", 4), [("ddp", 3), ("divided", 3), ("fsdp2", 2), ("hsdp", 4), ("single", 0)]),
+        ("soap, square", "nested", ("hsdp", 4), [("fsdp2", 2), ("ddp", 3), ("divided", 3)]),
+        ("kl", "flat", ("single", 0), [("ddp", 3), ("divided", 3), ("fsdp2", 2)]),
     ],
 )
 def test_a_checkpoint_continues_elsewhere(
@@ -108,7 +109,7 @@ def test_a_checkpoint_continues_elsewhere(
 def full_state(mode: str, name: str) -> dict[str, Any]:
     """The whole state on rank 0, as one process would have it."""
     model = wrapped(mode, "square" in name)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     train(model, optimizer, range(HALF))
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model_state = get_model_state_dict(model, options=whole)
@@ -118,7 +119,7 @@ def full_state(mode: str, name: str) -> dict[str, Any]:
 def resume_full(mode: str, name: str, folder: str, broadcast: bool) -> dict[str, Tensor]:
     """Continue from one file that holds everything, read by all processes or by one."""
     model = wrapped(mode, "square" in name)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     if not broadcast or dist.get_rank() == 0:
         state = torch.load(Path(folder) / "state.pt", weights_only=True)
@@ -129,7 +130,7 @@ def resume_full(mode: str, name: str, folder: str, broadcast: bool) -> dict[str,
     return values(model)
 
 
-@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("hsdp", 4, "shampoo")])
+@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("divided", 3, "kl"), ("hsdp", 4, "shampoo")])
 def test_the_full_state_of_several_processes_is_that_of_one(
     pool: Pool, tmp_path: Path, mode: str, size: int, name: str
 ) -> None:
@@ -143,7 +144,7 @@ def test_the_full_state_of_several_processes_is_that_of_one(
             assert type(other) is Tensor
             assert torch.allclose(other, tensor, rtol=1e-6, atol=1e-9), (key, part)
     torch.save(found, tmp_path / "state.pt")
-    for other, count, broadcast in (("ddp", 2, False), ("ddp", 3, True), ("fsdp2", 2, True), ("fsdp2", 3, False)):
+    for other, count, broadcast in (("ddp", 2, False), ("divided", 3, True), ("fsdp2", 2, True), ("fsdp2", 3, False)):
         check(pool.run(resume_full, count, mode=other, name=name, folder=str(tmp_path), broadcast=broadcast), name)
 
 
@@ -152,17 +153,17 @@ def resume_plain(mode: str, name: str, folder: str) -> dict[str, Tensor]:
     state = torch.load(Path(folder) / "plain.pt", weights_only=True)
     model = wrapped(mode, "square" in name)
     set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     optimizer.load_state_dict(state["optimizer"])
     train(model, optimizer, range(HALF, STEPS))
     return values(model)
 
 
-@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("fsdp2", 3)])
+@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("divided", 3), ("fsdp2", 3)])
 def test_a_plain_file_of_one_process_continues_on_several(pool: Pool, tmp_path: Path, mode: str, size: int) -> None:
     name = "shampoo"
     model = wrapped("single")
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made("single", name, model.named_parameters())
     train(model, optimizer, range(HALF))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
     check(pool.run(resume_plain, size, mode=mode, name=name, folder=str(tmp_path)), name)
@@ -172,20 +173,20 @@ def own_files(mode: str, folder: str) -> list[str]:
     """Each process writes a file of its own, reads it, and goes on; another's file is refused; copies go on too."""
     file = Path(folder) / f"{dist.get_rank()}.pt"
     model = wrapped(mode)
-    optimizer = MAKERS["shampoo"](model.named_parameters())
+    optimizer = made(mode, "shampoo", model.named_parameters())
     train(model, optimizer, range(3))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(part=True)}, file)
     dist.barrier()
     twin = wrapped(mode)
-    saved = torch.load(file, weights_only=True) if mode == "ddp" else torch.load(file, weights_only=False)
+    saved = torch.load(file, weights_only=True) if mode == "divided" else torch.load(file, weights_only=False)
     twin.load_state_dict(saved["model"])
-    resumed = MAKERS["shampoo"](twin.named_parameters())
+    resumed = made(mode, "shampoo", twin.named_parameters())
     resumed.load_state_dict(saved["optimizer"])
     train(model, optimizer, range(3, 6))
     train(twin, resumed, range(3, 6))
     for key, value in values(model).items():
         assert torch.equal(values(twin)[key], value), key
-    other = torch.load(Path(folder) / f"{1 - dist.get_rank()}.pt", weights_only=mode == "ddp")
+    other = torch.load(Path(folder) / f"{1 - dist.get_rank()}.pt", weights_only=mode == "divided")
     try:
         resumed.load_state_dict(other["optimizer"])
     except StateError as error:
@@ -193,16 +194,16 @@ def own_files(mode: str, folder: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["divided", "fsdp2"])
 def test_files_of_each_process_are_read_by_the_same_process(pool: Pool, tmp_path: Path, mode: str) -> None:
     for found in pool.run(own_files, 2, mode=mode, folder=str(tmp_path)):
         assert found, "another process's state was loaded"
         assert "torch.distributed.checkpoint" in found[0]
 
 
-def copied() -> None:
-    model = wrapped("ddp")
-    optimizer = MAKERS["shampoo"](model.named_parameters())
+def copied(mode: str) -> None:
+    model = wrapped(mode)
+    optimizer = made(mode, "shampoo", model.named_parameters())
     train(model, optimizer, range(3))
     twin, other = copy.deepcopy((model, optimizer))
     train(model, optimizer, range(3, 6))
@@ -211,13 +212,14 @@ def copied() -> None:
         assert torch.equal(values(twin)[key], value), key
 
 
-def test_a_copied_run_goes_on_alike(pool: Pool) -> None:
-    pool.run(copied, 2)
+@pytest.mark.parametrize("mode", ["ddp", "divided"])
+def test_a_copied_run_goes_on_alike(pool: Pool, mode: str) -> None:
+    pool.run(copied, 2, mode=mode)
 
 
 def save_in_the_background(mode: str, name: str, folder: str) -> None:
     model = wrapped(mode)
-    optimizer = MAKERS[name](model.named_parameters())
+    optimizer = made(mode, name, model.named_parameters())
     train(model, optimizer, range(HALF))
     state: dict[str, Any] = {
         "model": get_model_state_dict(model),
@@ -233,7 +235,10 @@ def save_in_the_background(mode: str, name: str, folder: str) -> None:
     written.result()
 
 
-def test_a_checkpoint_written_in_the_background_is_of_the_step_it_was_begun(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "divided"])
+def test_a_checkpoint_written_in_the_background_is_of_the_step_it_was_begun(
+    pool: Pool, tmp_path: Path, mode: str
+) -> None:
     arguments = {"name": "shampoo", "folder": str(tmp_path / "checkpoint")}
-    pool.run(save_in_the_background, 2, mode="ddp", **arguments)
+    pool.run(save_in_the_background, 2, mode=mode, **arguments)
     check(pool.run(resume, 3, mode="ddp", **arguments), "shampoo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def counted(mode: str, layers: int, steps: int = 2) -> dict[str, Any]:
         for shape in ((16, 12), (12,)):
             value = torch.randn(shape, generator=generator)
             params.append(nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]) if mode == "sharded" else value))
-    optimizer = Shampoo(params, 1e-2, refresh=2)
+    optimizer = Shampoo(params, 1e-2, refresh=2, parallel="auto" if mode == "sharded" else "divided")
     received = 0
 
     def count(name: str, numbers: Any) -> Any:
@@ -170,7 +170,7 @@ def test_memory_falls_with_the_number_of_processes_and_traffic_is_near_the_least
 def more_processes_than_blocks() -> list[int]:
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
-    optimizer = Shampoo(model.parameters(), 1e-2)
+    optimizer = Shampoo(model.parameters(), 1e-2, parallel="divided")
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -182,14 +182,24 @@ def test_processes_without_work_keep_nothing(pool: Pool) -> None:
     assert sorted(sum(one) for one in found) == [0, 0, 0, 25 + 36]
 
 
-def explained() -> str:
+def explained(parallel: Literal["auto", "divided"]) -> str:
     model = wrapped("ddp")
-    return str(Shampoo(model.named_parameters(), 1e-2).explain())
+    return str(Shampoo(model.named_parameters(), 1e-2, parallel=parallel).explain())
 
 
-def test_the_plan_says_who_keeps_and_receives_what(pool: Pool) -> None:
-    texts = pool.run(explained, 3)
+@pytest.mark.parametrize(
+    ("parallel", "wanted"),
+    [
+        ("auto", ["replicated over 3 processes", "keeps all", "a share of the roots", "a step brings a process"]),
+        (
+            "divided",
+            ["replicated over 3 processes", "MiB of state", "times the mean work", "a step brings a process"],
+        ),
+    ],
+)
+def test_the_plan_says_who_keeps_and_receives_what(pool: Pool, parallel: str, wanted: list[str]) -> None:
+    texts = pool.run(explained, 3, parallel=parallel)
     assert len(set(texts)) == 1
     last = texts[0].splitlines()[-1]
-    for words in ("replicated over 3 processes", "MiB of state", "times the mean work", "a step brings a process"):
+    for words in wanted:
         assert words in last

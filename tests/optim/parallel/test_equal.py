@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.parallel.model import MAKERS, train, values, wrapped
+from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 
 STEPS = 30
@@ -23,10 +23,10 @@ TOLERANCE = 1e-10
 
 
 def run(mode: str, name: str, steps: int = STEPS) -> dict[str, Any]:
-    model = wrapped(mode, "square" in name, scalar=mode in ("single", "ddp"))
-    optimizer = MAKERS[name](model.parameters())
+    model = wrapped(mode, "square" in name, scalar=mode in ("single", "ddp", "divided"))
+    optimizer = made(mode, name, model.parameters())
     train(model, optimizer, range(steps), bad=BAD)
-    return {**values(model), "skipped": torch.tensor(optimizer.skipped_steps)}  # type: ignore[attr-defined]
+    return {**values(model), "skipped": torch.tensor(optimizer.skipped_steps)}
 
 
 @cache
@@ -39,6 +39,9 @@ CASES = {
     ("ddp", 2): ["shampoo", "shampoo, whole", "shampoo, sums", "soap, square", "kl"],
     ("ddp", 3): ["shampoo", "soap, square", "kl"],
     ("ddp", 4): ["shampoo", "shampoo, sums", "soap, square", "kl"],
+    ("divided", 2): ["shampoo", "shampoo, whole", "shampoo, sums", "soap, square", "kl"],
+    ("divided", 3): ["shampoo", "soap, square", "kl"],
+    ("divided", 4): ["shampoo", "shampoo, sums", "soap, square", "kl"],
     ("fsdp2", 1): ["shampoo"],
     ("fsdp2", 2): ["shampoo, whole", "soap, square"],
     ("fsdp2", 3): ["shampoo", "kl"],

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from kronscope.errors import DistributedError
 from kronscope.optim import Shampoo
-from tests.optim.parallel.model import MAKERS, train, values, wrapped
+from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import parameters
 
@@ -34,7 +34,7 @@ def train_with_checkpoints(mode: str, folder: str, dies: tuple[int, int] | None 
     """Train from the last complete checkpoint, with one every few steps; ``dies``: at which rank and step."""
     warnings.simplefilter("ignore")
     model = wrapped(mode)
-    optimizer = MAKERS["shampoo"](model.named_parameters())
+    optimizer = made(mode, "shampoo", model.named_parameters())
     begin = 0
     # the file that DCP writes last, once everything else is there
     done = sorted(Path(folder).glob("step*/.metadata"))
@@ -72,7 +72,7 @@ def mortal(rank: int, mode: str, folder: str, dies: tuple[int, int], paths: list
 
 def undisturbed() -> dict[str, Tensor]:
     model = wrapped("single")
-    train(model, MAKERS["shampoo"](model.named_parameters()), range(STEPS))
+    train(model, made("single", "shampoo", model.named_parameters()), range(STEPS))
     return values(model)
 
 

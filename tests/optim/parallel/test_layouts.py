@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from kronscope.errors import DistributedError, GradientError, KronscopeError, OptionError
 from kronscope.optim import SOAP, KLShampoo, Shampoo, Trace
-from tests.optim.parallel.model import MAKERS, Mixed, train, values, wrapped
+from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import gradients, parameters
 
@@ -146,16 +146,17 @@ def test_a_process_may_be_on_its_own(pool: Pool) -> None:
     assert all(pool.run(alone, 2))
     with pytest.raises(OptionError, match="init_process_group"):
         Shampoo(parameters((3, 2)), 0.1, parallel="replicated")
-    with pytest.raises(OptionError, match="'auto', 'single' or 'replicated'"):
+    with pytest.raises(OptionError, match="'auto', 'single', 'replicated' or 'divided'"):
         Shampoo(parameters((3, 2)), 0.1, parallel="ddp")  # type: ignore[arg-type]
 
 
 def looks(mode: str) -> dict[str, Any]:
     """Operators and diagnostics of all three optimizers."""
+    options: dict[str, Any] = {"parallel": "divided"} if mode == "divided" else {}
     found: dict[str, Any] = {}
     for kind in (Shampoo, SOAP, KLShampoo):
         model = wrapped(mode, square=True)
-        optimizer = kind(model.named_parameters(), 3e-3, block_size=4, refresh=3)
+        optimizer = kind(model.named_parameters(), 3e-3, block_size=4, refresh=3, **options)
         train(model, optimizer, range(5))
         for name, param in model.named_parameters():
             found[f"{kind.__name__} {name.removeprefix('module.')}"] = optimizer.operator(param).to_dense()
@@ -166,7 +167,7 @@ def looks(mode: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("mode", "size"), [("ddp", 3), ("divided", 3), ("hsdp", 4)])
 def test_operators_and_diagnostics_are_those_of_one_process_on_every_process(pool: Pool, mode: str, size: int) -> None:
     expected = looks("single")
     for found in pool.run(looks, size, mode=mode):
@@ -174,24 +175,25 @@ def test_operators_and_diagnostics_are_those_of_one_process_on_every_process(poo
             assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-8 * float(value.abs().max())), name
 
 
-def groups_added_later() -> dict[str, Tensor]:
-    model = wrapped("ddp") if dist.is_initialized() else Mixed(scalar=False)
+def groups_added_later(mode: str = "single") -> dict[str, Tensor]:
+    model = wrapped(mode)
     named = list(model.named_parameters())
-    optimizer = MAKERS["shampoo"](named[:3])
+    optimizer = made(mode, "shampoo", named[:3])
     train(model, optimizer, range(2))
     optimizer.add_param_group({"params": named[3:], "lr": 1e-2})
     train(model, optimizer, range(2, 6))
     return values(model)
 
 
-def test_groups_can_be_added_during_a_run(pool: Pool) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "divided"])
+def test_groups_can_be_added_during_a_run(pool: Pool, mode: str) -> None:
     expected = groups_added_later()
-    for found in pool.run(groups_added_later, 3):
+    for found in pool.run(groups_added_later, 3, mode=mode):
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-9), name
 
 
-def half_precision() -> list[Tensor]:
+def half_precision(parallel: Literal["auto", "divided"] = "auto") -> list[Tensor]:
     """bfloat16 parameters: gathered as they are, sharded ones updated in float32; in the memory format of the user."""
     conv = nn.Conv2d(2, 4, 3, bias=False).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
     linear = nn.Linear(5, 3).to(torch.bfloat16)
@@ -200,7 +202,7 @@ def half_precision() -> list[Tensor]:
         for i, param in enumerate(params):
             param.copy_(gradients(param.shape, 1, seed=9 + i)[0])
     history = [gradients(p.shape, 4, seed=i, dtype=torch.bfloat16) for i, p in enumerate(params)]
-    optimizer = Shampoo(params, 0.05, refresh=2)
+    optimizer = Shampoo(params, 0.05, refresh=2, parallel=parallel)
     for step in zip(*history, strict=True):
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
@@ -208,9 +210,10 @@ def half_precision() -> list[Tensor]:
     return [param.detach().clone() for param in params]
 
 
-def test_half_precision_and_memory_formats(pool: Pool) -> None:
+@pytest.mark.parametrize("parallel", ["auto", "divided"])
+def test_half_precision_and_memory_formats(pool: Pool, parallel: str) -> None:
     torch.manual_seed(0)
     expected = half_precision()
-    for found in pool.run(half_precision, 3):
+    for found in pool.run(half_precision, 3, parallel=parallel):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)

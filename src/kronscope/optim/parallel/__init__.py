@@ -1,8 +1,9 @@
 """Who works on which blocks: the seam between the mathematics of a step and the processes that share it.
 
-One process needs nothing of torch.distributed. Several divide the blocks of all parameters by what they cost; where
-every process holds the parameters whole (DDP), each changes its share and gathers the rest; where parameters are
-DTensors (FSDP2, HSDP, tensor parallelism), gradients travel to the owners of blocks and updates back.
+One process needs nothing of torch.distributed. Where several hold the same parameters (DDP), each keeps the whole
+state, so that what one of them saves is enough, and they divide the roots. Where parameters are DTensors (FSDP2, HSDP,
+tensor parallelism) the blocks are divided by what they cost, gradients travel to their owners and updates back.
+Replicated parameters can be divided so too, on request: each process changes its share and gathers the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kronscope.errors import DistributedError, OptionError
+from kronscope.optim.parallel.copied import Copied
 from kronscope.optim.parallel.placement import Exchange, Placement, Planned, Ranges
 from kronscope.optim.parallel.shards import is_dtensor, mesh_ranks
 from kronscope.optim.parallel.single import SingleProcess
@@ -21,7 +23,22 @@ from kronscope.optim.parallel.single import SingleProcess
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Exchange", "Placement", "Planned", "Ranges", "SingleProcess", "choose_group"]
+__all__ = ["Exchange", "Placement", "Planned", "Ranges", "SingleProcess", "choose_group", "choose_placement"]
+
+
+def choose_placement(
+    params: Sequence[tuple[str, Tensor]], parallel: str, process_group: ProcessGroup | None
+) -> Placement:
+    """Return who works on some parameters; arguments and errors are those of :func:`choose_group`."""
+    group = choose_group(params, parallel, process_group)
+    if group is None:
+        return SingleProcess()
+    if parallel == "divided" or any(is_dtensor(param) for _, param in params):
+        # imported where it is used: DTensors take a while to import
+        from kronscope.optim.parallel.distributed import Distributed
+
+        return Distributed(group, saves_parts=parallel != "divided")
+    return Copied(group)
 
 
 def choose_group(
@@ -31,15 +48,15 @@ def choose_group(
 
     Args:
         params: Named parameters.
-        parallel: ``"auto"``, ``"single"`` or ``"replicated"``.
+        parallel: ``"auto"``, ``"single"``, ``"replicated"`` or ``"divided"``.
         process_group: The processes, where the caller decides.
 
     Raises:
         OptionError: the option does not fit the parameters or the surroundings.
         DistributedError: parameters live on different meshes.
     """
-    if parallel not in ("auto", "single", "replicated"):
-        raise OptionError(f"parallel must be 'auto', 'single' or 'replicated', got {parallel!r}.")
+    if parallel not in ("auto", "single", "replicated", "divided"):
+        raise OptionError(f"parallel must be 'auto', 'single', 'replicated' or 'divided', got {parallel!r}.")
     ready = dist.is_available() and dist.is_initialized()
     meshes = {mesh_ranks(param): (name, param.device_mesh) for name, param in params if is_dtensor(param)}
     if meshes and parallel != "auto":
@@ -48,7 +65,7 @@ def choose_group(
     if parallel == "single":
         return None
     if not ready:
-        if parallel == "replicated" or process_group is not None:
+        if parallel != "auto" or process_group is not None:
             raise OptionError(
                 f"parallel={parallel!r} needs torch.distributed; call torch.distributed.init_process_group first."
             )

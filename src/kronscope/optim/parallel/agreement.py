@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from kronscope.optim.config import encode
 from kronscope.optim.parallel.collectives import gather_flat, gather_objects, sum_over
 from kronscope.optim.parallel.shards import is_dtensor
 
-__all__ = ["agreed_gradients", "check_same_plan", "check_same_values", "described"]
+__all__ = ["Agreement", "agreed_gradients", "check_same_plan", "check_same_values", "described"]
 
 _ALONE = "If each process trains a model of its own, make the optimizer with parallel='single'."
 
@@ -112,6 +112,51 @@ def check_same_values(params: Sequence[Tensor], names: Mapping[Tensor, str], gro
                 f"the gradient of {names[param]} differs between processes. Average gradients before the step, "
                 f"as DistributedDataParallel does. {_ALONE}"
             )
+
+
+class Agreement:
+    """The questions of a whole run.
+
+    Args:
+        group: The processes.
+
+    Attributes:
+        names: The names of all parameters.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._compared = group, False
+        self.names: dict[Tensor, str] = {}
+
+    def on_plan(self, names: Mapping[Tensor, str], groups: Sequence[dict[str, Any]]) -> None:
+        """Ask all processes whether they have the same parameters, of which some are new, and the same options.
+
+        Raises:
+            DistributedError: they have not.
+        """
+        names = {**self.names, **names}
+        check_same_plan(described(groups, names), self._group)
+        self.names = names
+
+    def on_gradients(
+        self, params: Sequence[Tensor], finite: Mapping[Tensor, bool], is_whole: Callable[[Tensor], bool]
+    ) -> dict[Tensor, bool]:
+        """Ask all processes which gradients are there and finite; at the first step also whether they are the same.
+
+        Args:
+            params: All parameters, in order.
+            finite: The answer of this process, for those that have a gradient here.
+            is_whole: Whether every process holds all of a parameter, and of its gradient.
+
+        Raises:
+            GradientError: a parameter has a gradient on some processes only.
+            DistributedError: parameters or gradients that should be the same are not, or a process does not answer.
+        """
+        found = agreed_gradients(params, finite, self.names, self._group)
+        if not self._compared and found and all(found.values()):
+            check_same_values([param for param in found if is_whole(param)], self.names, self._group)
+            self._compared = True
+        return found
 
 
 def _worded(value: object) -> str:

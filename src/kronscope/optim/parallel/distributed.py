@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronscope.errors import StateError
 from kronscope.optim.blocks import Layout
-from kronscope.optim.parallel.agreement import agreed_gradients, check_same_plan, check_same_values, described
+from kronscope.optim.parallel.agreement import Agreement
 from kronscope.optim.parallel.collectives import gather_objects, group_ranks
 from kronscope.optim.parallel.division import Division, is_common, tile_of
 from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
@@ -20,26 +20,31 @@ from kronscope.optim.parallel.scattered import Processes, Scattered
 from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
 from kronscope.optim.parallel.shards import is_dtensor, local_gradient, local_tensor, shards_of
 from kronscope.optim.stacks import Member
+from kronscope.optim.work import LocalRoots
+from kronscope.support.callers import is_called_from
 
 __all__ = ["Distributed"]
 
 
 class Distributed:
-    """The placement of a run in several processes.
+    """The placement of a run in several processes, each of which keeps the state of its own blocks.
 
     Replicated and sharded parameters may be mixed; the blocks of both are divided over all processes.
 
     Args:
         group: The processes.
+        saves_parts: Hand out this process's part of the state to anyone who asks; False if who asks may take it for
+            the whole, because the parameters are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    roots = LocalRoots()
+
+    def __init__(self, group: dist.ProcessGroup, *, saves_parts: bool = True) -> None:
+        self.group, self._saves_parts = group, saves_parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.division = Division(self.size)
-        self._names: dict[Tensor, str] = {}
+        self._agreement = Agreement(group)
         self._plans: dict[tuple[Tensor, ...], tuple[Any, Any]] = {}
-        self._compared = False
 
     @property
     def ranges(self) -> Ranges:
@@ -62,10 +67,8 @@ class Distributed:
             raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
         ranks = group_ranks(self.group)
         cuts = {entry.param: shards_of(entry.name, entry.param, ranks) for entry in entries}
-        names = {**self._names, **{entry.param: entry.name for entry in entries}}
-        check_same_plan(described(groups, names), self.group)
+        self._agreement.on_plan({entry.param: entry.name for entry in entries}, groups)
         self.division.add(entries, cuts, ranges)
-        self._names = names
         self._plans.clear()
 
     # --- what this process does -----------------------------------------------------------------------------------
@@ -97,11 +100,7 @@ class Distributed:
             GradientError: a parameter has a gradient on some processes only.
             DistributedError: parameters or gradients that should be the same are not, or a process does not answer.
         """
-        found = agreed_gradients(params, finite, self._names, self.group)
-        if not self._compared and found and all(found.values()):
-            check_same_values([p for p in found if self.division.cuts[p] is None], self._names, self.group)
-            self._compared = True
-        return found
+        return self._agreement.on_gradients(params, finite, lambda param: self.division.cuts[param] is None)
 
     def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> Exchange:
         """Begin a step: gradients of sharded parameters start to travel."""
@@ -122,6 +121,22 @@ class Distributed:
         )
 
     # --- state ----------------------------------------------------------------------------------------------------
+
+    def check_saving(self) -> None:
+        """Refuse to hand out one process's part of the state of replicated parameters, but to who collects all parts.
+
+        Who trains with replicated parameters saves what one process has, and would lose the rest without noticing.
+
+        Raises:
+            StateError: the state was asked for, and not by torch.distributed.checkpoint.
+        """
+        if not self._saves_parts and not is_called_from("torch.distributed.checkpoint"):
+            raise StateError(
+                f"with parallel='divided' each of the {self.size} processes has a part of the state, so the "
+                f"state_dict() of one of them is not enough to resume from. Make the optimizer with parallel='auto', "
+                f"where every process has all of it; or save with torch.distributed.checkpoint (get_state_dict on all "
+                f"processes); or call state_dict(part=True) on each process, for the same process of as many to load."
+            )
 
     def packed(self, param: Tensor, state: Tensors) -> Tensors:
         """Return a parameter's state with each tensor saying which part of the whole it is."""
@@ -156,8 +171,9 @@ class Distributed:
             ranges = self.ranges[param][tile_of(name)]
             if value.row_range != ranges[self.rank]:
                 raise StateError(
-                    f"{self._names[param]}: the saved {name!r} holds rows {value.row_range}, this process works on "
-                    f"{ranges[self.rank]}; to load the states of other processes use torch.distributed.checkpoint."
+                    f"{self._agreement.names[param]}: the saved {name!r} holds rows {value.row_range}, this process "
+                    f"works on {ranges[self.rank]}; to load the states of other processes use "
+                    f"torch.distributed.checkpoint."
                 )
             return value.rows
         cut = self.division.cuts[param]

@@ -11,6 +11,7 @@ from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.stacks import Member
+from kronscope.optim.work import Roots
 
 __all__ = ["Apply", "Exchange", "Placement", "Planned", "Ranges", "Tensors", "apply_by_group"]
 
@@ -58,6 +59,11 @@ class Placement(Protocol):
         """The range of each process; empty for one process."""
         ...
 
+    @property
+    def roots(self) -> Roots:
+        """Who takes the roots that are due in a step."""
+        ...
+
     def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
         """Divide the work on more parameters; what was divided before stays as it is.
 
@@ -97,6 +103,10 @@ class Placement(Protocol):
             groups: All parameter groups.
             apply: Changes parameters.
         """
+        ...
+
+    def check_saving(self) -> None:
+        """Refuse to hand out a state that would be taken for the whole and is not."""
         ...
 
     def packed(self, param: Tensor, state: Tensors) -> Tensors:

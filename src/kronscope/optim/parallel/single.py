@@ -1,9 +1,9 @@
-"""One process: it works on every block, and has nothing to exchange."""
+"""Processes that keep everything, and the one that is on its own: what they have they need not exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
@@ -12,26 +12,18 @@ from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors, apply_by_group
 from kronscope.optim.stacks import Member
+from kronscope.optim.work import LocalRoots
 
-__all__ = ["SingleProcess"]
+__all__ = ["SingleProcess", "Whole"]
 
 
-class SingleProcess:
-    """The placement of a run in one process."""
+class Whole:
+    """What placements have in common in which every process keeps the whole state; to be derived from."""
 
     @property
     def ranges(self) -> Ranges:
         """Nothing is divided."""
         return {}
-
-    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
-        """Do nothing: all work is this process's.
-
-        Raises:
-            StateError: the run that is being restored was one of several processes'.
-        """
-        if ranges:
-            raise StateError("a process that shared its work with others was copied to one that is on its own.")
 
     def share(self, param: Tensor, layout: Layout) -> Layout:
         """Return the layout: all blocks."""
@@ -45,13 +37,12 @@ class SingleProcess:
         """Return the gradient."""
         return param.grad
 
-    def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
-        """Return the answer of this process."""
-        return dict(finite)
-
     def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
         """Begin a step."""
         return LocalExchange(active, groups, apply)
+
+    def check_saving(self) -> None:
+        """Do nothing: the state of any process is the whole."""
 
     def packed(self, param: Tensor, state: Tensors) -> Tensors:
         """Return the state as it is."""
@@ -67,7 +58,7 @@ class SingleProcess:
         return state
 
     def is_counted(self, param: Tensor) -> bool:
-        """Return True: there is no other process."""
+        """Return True: nothing is added to what this process has."""
         return True
 
     def square_norm(self, param: Tensor) -> float:
@@ -75,8 +66,28 @@ class SingleProcess:
         return float(param.detach().double().square().sum())
 
     def everyone(self, value: object) -> list[Any]:
-        """Return the one value there is."""
+        """Return the value of this process, which stands for all."""
         return [value]
+
+
+@final
+class SingleProcess(Whole):
+    """The placement of a run in one process."""
+
+    roots = LocalRoots()
+
+    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+        """Do nothing: all work is this process's.
+
+        Raises:
+            StateError: the run that is being restored was one of several processes'.
+        """
+        if ranges:
+            raise StateError("a process that shared its work with others was copied to one that is on its own.")
+
+    def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
+        """Return the answer of this process."""
+        return dict(finite)
 
     def describe(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> str:
         """Return nothing."""
