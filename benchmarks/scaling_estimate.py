@@ -19,10 +19,10 @@ import torch
 from kronscope.optim.blocks import LayoutOptions, plan_layout
 from kronscope.optim.config import Every, Graft, Hyper
 from kronscope.optim.elementwise import elementwise_state
-from kronscope.optim.groups import role_of
 from kronscope.optim.parallel.division import Division
 from kronscope.optim.parallel.placement import Planned
 from kronscope.optim.parallel.shards import Shards
+from kronscope.optim.roles import role_of
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import initial_state

@@ -14,7 +14,7 @@ from torch import nn
 from kronscope.errors import OptionError, StateError
 from kronscope.optim import SOAP, Adaptive, CoupledNewton, Eigh, Every, Graft, KLShampoo, Norm, Shampoo, WarmQR
 from kronscope.optim import param_groups as groups_of
-from kronscope.optim.groups import roles_of
+from kronscope.optim.roles import roles_of
 from tests.optim.tools import copies, gradients, parameters, train
 
 KINDS = (Shampoo, SOAP, KLShampoo)

@@ -16,7 +16,7 @@ from kronscope.kron.operators import Diagonal, KroneckerProduct
 from kronscope.kron.roots import CoupledNewton, Ridge
 from kronscope.optim import SOAP, Adaptive, CostModel, Eigh, Every, KLShampoo, Shampoo, measure_solvers, param_groups
 from kronscope.optim.blocks import LayoutOptions, fit_budget, plan_layout
-from kronscope.optim.groups import role_of
+from kronscope.optim.roles import role_of
 from tests.optim.tools import copies, gradients, parameters, train
 
 

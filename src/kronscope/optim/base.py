@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any, ClassVar, Literal, overload
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
+from kronscope.optim.advice import check_group_names
 from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
@@ -28,13 +28,14 @@ from kronscope.optim.options import (
     check_layout_options,
     check_rates,
     checked_group,
+    copies_of,
     fixed_options,
     hyper_of,
     layout_options,
-    layouts_of,
     structure_of,
 )
 from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_placement
+from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import (
@@ -51,9 +52,6 @@ from kronscope.support.callers import callers_level
 
 __all__ = ["KroneckerOptimizer"]
 
-_NOT_OPTIONS = ("params", "param_names", "roles", "family", "initial_lr", "skipped_steps", "lr_scale")
-_SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "precondition_frequency": "refresh"}
-
 
 class KroneckerOptimizer(Optimizer):
     """Base of :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo`; not to be made directly.
@@ -64,6 +62,7 @@ class KroneckerOptimizer(Optimizer):
 
     family: ClassVar[Literal["shampoo", "soap", "kl"]]
     _layouts: dict[Tensor, Layout]
+    _frozen: list[Tensor]
     _stacks: list[Stack]
     _stacks_for: object
     _planned_with: list[tuple[object, ...]]
@@ -77,7 +76,9 @@ class KroneckerOptimizer(Optimizer):
         self._placement, self._placed = SingleProcess(), False
         defaults = dict(defaults)
         self._parallel, self._process_group = defaults.pop("parallel"), defaults.pop("process_group")
-        super().__init__(params, {**defaults, **fixed_options(self.family)})
+        super().__init__(as_groups(params), {**defaults, **fixed_options(self.family)})
+        add_roles(self.param_groups, defaults["method"], type(self).__name__, whole=True)
+        self._plan()
         self._place(self.param_groups)
 
     # --- groups ---------------------------------------------------------------------------------------------------
@@ -88,42 +89,72 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             OptionError: an option of the group is not allowed, or misspelt; nothing is added.
         """
-        for name in set(param_group) - set(self.defaults) - set(_NOT_OPTIONS):
-            # groups may carry names and notes of their own, but a misspelt option must not pass for one
-            meant = [_SYNONYMS[name]] if name in _SYNONYMS else difflib.get_close_matches(name, self.defaults, 1, 0.75)
-            if meant:
-                raise OptionError(f"{type(self).__name__} has no option {name!r}; did you mean {meant[0]!r}?")
+        check_group_names(param_group, self.defaults, type(self).__name__)
         checked = checked_group({**self.defaults, **param_group}, self.family)
+        name_alike(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update({name: checked[name] for name in OBJECTS})
         group.setdefault("skipped_steps", 0)
         group["family"] = self.family
-        try:
-            self._layouts.update(zip(group["params"], self._planned(group), strict=True))
-            if self._placed:
+        if self._placed:
+            # the constructor's own groups are planned together, when all are there
+            try:
+                add_roles([group], self.defaults["method"], type(self).__name__, whole=False)
+                self._plan()
                 self._place([group])
-        except (OptionError, DistributedError):
-            self.param_groups.pop()
-            raise
+            except (OptionError, DistributedError):
+                self.param_groups.pop()
+                raise
         self._planned_with.append(layout_options(group))
         self._stacks_for = None
 
-    def _place(self, groups: list[dict[str, Any]], ranges: Ranges | None = None) -> None:
-        """Decide who works on the parameters of some groups."""
+    def _plan(self, thawed: Container[Tensor] = ()) -> None:
+        """Decide the layouts of all parameters that have none, and of those that are no longer frozen.
+
+        Args:
+            thawed: Parameters that count as trained, whatever they say of themselves.
+        """
+        known = {param: layout for param, layout in self._layouts.items() if not layout.frozen}
+        found = plan_layouts(
+            self.param_groups,
+            known,
+            self.defaults["memory_budget"],
+            lambda group: copies_of(group, self.family),
+            self._fixed_layout,
+            lambda param: param in thawed or is_trained(param),
+        )
+        self._layouts.update(found)
+        self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
+
+    def _fixed_layout(self, group: dict[str, Any], param: Tensor) -> Layout | None:
+        """Return the layout of a parameter that is not to be decided by its shape and role."""
+        return None
+
+    def _thaw(self) -> None:
+        """Plan the parameters that were frozen and are not any more."""
+        thawed = [param for param in self._frozen if is_trained(param)]
+        if thawed:
+            self._plan()
+            self._place(self.param_groups, only=set(thawed))
+
+    def _place(
+        self, groups: list[dict[str, Any]], ranges: Ranges | None = None, only: set[Tensor] | None = None
+    ) -> None:
+        """Decide who works on the parameters of some groups, or on some of them; on frozen ones nobody does."""
+        names = self._names()
         entries = [
-            Planned(self._name(param), param, self._layouts[param], self._hyper(group))
+            Planned(names[param], param, self._layouts[param], hyper)
             for group in groups
+            for hyper in (self._hyper(group),)
             for param in group["params"]
+            if not self._layouts[param].frozen and (only is None or param in only)
         ]
         if not self._placed:
-            named = [(entry.name, entry.param) for entry in entries]
+            named = [(name, param) for param, name in names.items()]
             self._placement = choose_placement(named, self._parallel, self._process_group)
             self._placed = True
         self._placement.add(entries, self.param_groups, ranges)
-
-    def _planned(self, group: dict[str, Any]) -> list[Layout]:
-        return layouts_of(group, self.family)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         return hyper_of(group, self.family)
@@ -167,6 +198,7 @@ class KroneckerOptimizer(Optimizer):
     def _step(self) -> None:
         check_layout_options(self.param_groups, self._planned_with)
         hypers = [self._known_hyper(group) for group in self.param_groups]
+        self._thaw()
         active = self._active()
         if not active:
             return
@@ -320,10 +352,12 @@ class KroneckerOptimizer(Optimizer):
 
         Works before the first step; ``print`` it for a table.
         """
+        names = self._names()
         return explain_plan(
             [
-                (self._name(param), param, self._layouts[param], self._hyper(group))
+                (names[param], param, self._layouts[param], hyper)
                 for group in self.param_groups
+                for hyper in (self._hyper(group),)
                 for param in group["params"]
             ],
             self._placement.describe,
@@ -334,20 +368,26 @@ class KroneckerOptimizer(Optimizer):
 
         Where several processes share the work, all of them must call it, and all get the same answer.
         """
+        names = self._names()
         entries = [
-            (self._name(param), param, self._share(param), self._hyper(group), group)
+            (names[param], param, self._share(param), hyper, group)
             for group in self.param_groups
+            for hyper in (self._hyper(group),)
             for param in group["params"]
         ]
         return diagnose(entries, self.state, self.skipped_steps, self._placement)
 
-    def _name(self, param: Tensor) -> str:
+    def _names(self) -> dict[Tensor, str]:
+        """Return the name of each parameter, or its place."""
+        found = {}
         for index, group in enumerate(self.param_groups):
-            for position, candidate in enumerate(group["params"]):
-                if candidate is param:
-                    names = group.get("param_names")
-                    return str(names[position]) if names else f"group {index} parameter {position} {tuple(param.shape)}"
-        return "a parameter"
+            names = group.get("param_names")
+            for place, param in enumerate(group["params"]):
+                found[param] = str(names[place]) if names else f"group {index} parameter {place} {tuple(param.shape)}"
+        return found
+
+    def _name(self, param: Tensor) -> str:
+        return self._names().get(param, "a parameter")
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +432,8 @@ class KroneckerOptimizer(Optimizer):
         state_dict = {**state_dict, "param_groups": decoded}
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
-        names = [self._name(param) for group in self.param_groups for param in group["params"]]
+        self._thaw_loaded(state_dict)
+        names = list(self._names().values())
         check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
         with hooks_off(self):
             # torch would cast factors to the parameters' dtype
@@ -400,6 +441,15 @@ class KroneckerOptimizer(Optimizer):
         load_tensors(state_dict, self.param_groups, self.state, self._placement.unpacked)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _thaw_loaded(self, saved: dict[str, Any]) -> None:
+        """Plan the parameters that are frozen here but were not in the run that was saved."""
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        thawed = {p for p, key in zip(params, keys, strict=False) if self._layouts[p].frozen and key in saved["state"]}
+        if thawed:
+            self._plan(thawed)
+            self._place(self.param_groups, only=thawed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
@@ -414,27 +464,31 @@ class KroneckerOptimizer(Optimizer):
             )
         packed["_parallel"], packed["_process_group"] = self._parallel, None
         packed["ranges"] = self._placement.ranges
+        packed["layouts"] = self._layouts
         return packed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, and plan anew; torch also calls this to load a state, which leaves the division of work alone."""
+        planned = state.get("layouts", self.__dict__.get("_layouts", {}))
         self._forget_plan()
         is_copy = "ranges" in state
-        super().__setstate__({name: value for name, value in state.items() if name != "ranges"})
+        super().__setstate__({name: value for name, value in state.items() if name not in ("ranges", "layouts")})
         restored = self.state
         self.state = defaultdict(dict)
         self.state.update(restored)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            self._layouts.update(zip(group["params"], self._planned(group), strict=True))
             self._planned_with.append(layout_options(group))
+        self._layouts.update(planned)
+        self._plan()
         if is_copy:
             self._placement, self._placed = SingleProcess(), False
             self._place(self.param_groups, state["ranges"])
 
     def _forget_plan(self) -> None:
         self._layouts = {}
+        self._frozen = []
         self._planned_with = []
         self._stacks = []
         self._stacks_for = None

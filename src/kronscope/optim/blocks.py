@@ -6,24 +6,39 @@ dimension that the block size does not divide leaves a second, smaller tile at i
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
 
-__all__ = ["Layout", "LayoutOptions", "Tile", "fit_budget", "plan_layout"]
+__all__ = [
+    "Layout",
+    "LayoutOptions",
+    "Tile",
+    "default_allowance",
+    "factor_bytes",
+    "fit_budget",
+    "frozen_layout",
+    "plan_layout",
+]
 
 # Eigendecompositions beyond this take minutes; longer sides get no factor, or are cut, unless a block size is given.
 MAX_SIDE = 8192
-# Without a memory budget factors and roots may take this many times the parameter's own memory ...
+# Without a memory budget factors and roots may take this many times the parameters' own memory ...
 DEFAULT_RATIO = 16
-# ... and a parameter whose factors stay below this many bytes is never cut.
+# ... and a model whose factors all together stay below this many bytes is not cut.
 DEFAULT_FLOOR = 64 * 2**20
+# A matrix this many times longer than wide, and at least this long, gets a factor for its short side only: the other
+# would be many times larger than the matrix (LoRA: 8 x 2048 numbers, 2048 x 2048 in a factor).
+SKINNY_RATIO, SKINNY_LENGTH = 16, 1024
+# Below this width the short side's factor has next to nothing to say, and AdamW is better.
+LEAST_WIDTH = 4
 _BLOCK_SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
 
 
@@ -123,12 +138,14 @@ class Layout:
         view: The shape it is preconditioned in.
         tiles: Its tiles; none for elementwise treatment.
         reason: Why it is treated so, for people.
+        frozen: It had neither a gradient nor wanted one when the plan was made; it is planned when it does.
     """
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
     tiles: tuple[Tile, ...]
     reason: str
+    frozen: bool = False
 
     @property
     def is_elementwise(self) -> bool:
@@ -151,11 +168,12 @@ class LayoutOptions:
 
     Attributes:
         method: ``"auto"``, ``"kronecker"`` or ``"adam"``.
-        view: ``"matrix"`` flattens from dimension 1; ``"modes"`` gives every dimension a factor.
+        view: ``"matrix"`` flattens from dimension 1; ``"modes"`` gives every dimension a factor; ``"experts"`` takes
+            the first of three or more dimensions as a stack of matrices, each with factors of its own.
         merge: With ``"modes"``, neighbouring dimensions are merged while their product stays within this.
         split: Number of equal row parts, or the sizes of the parts, as for a fused qkv weight.
         block_size: Longest side of a block; None leaves matrices whole where the budget allows.
-        role: ``"embedding"`` or ``"head"`` where recognised, else empty.
+        role: ``"embedding"``, ``"head"`` and their like where recognised, else empty.
     """
 
     method: str = "auto"
@@ -169,8 +187,8 @@ class LayoutOptions:
         """Check each option."""
         if self.method not in ("auto", "kronecker", "adam"):
             raise OptionError(f"method must be 'auto', 'kronecker' or 'adam', got {self.method!r}.")
-        if self.view not in ("matrix", "modes"):
-            raise OptionError(f"view must be 'matrix' or 'modes', got {self.view!r}.")
+        if self.view not in ("matrix", "modes", "experts"):
+            raise OptionError(f"view must be 'matrix', 'modes' or 'experts', got {self.view!r}.")
         for name in ("block_size", "merge"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
@@ -179,8 +197,18 @@ class LayoutOptions:
             raise OptionError(f"block_size must be at least 1 or None, got {self.block_size}.")
 
 
+def frozen_layout(shape: Sequence[int]) -> Layout:
+    """Return the layout of a parameter that is not trained."""
+    return Layout(tuple(shape), tuple(shape), (), "frozen", frozen=True)
+
+
 def plan_layout(
-    shape: Sequence[int], options: LayoutOptions, element_size: int = 8, budget: float | None = None
+    shape: Sequence[int],
+    options: LayoutOptions,
+    element_size: int = 8,
+    budget: float | None = None,
+    *,
+    floor: float = DEFAULT_FLOOR,
 ) -> Layout:
     """Decide how a parameter of this shape is treated.
 
@@ -188,7 +216,8 @@ def plan_layout(
         shape: The parameter's shape.
         options: What was asked for.
         element_size: Bytes for each number of a factor, its root and what else is kept of that size included.
-        budget: Bytes for all that; None allows 16 times the parameter, or 64 MiB.
+        budget: Bytes for all that; None allows 16 times the parameter, or ``floor``.
+        floor: Bytes that are allowed in any case.
 
     Raises:
         OptionError: ``split`` does not fit the number of rows.
@@ -197,6 +226,8 @@ def plan_layout(
     (64, 288)
     >>> plan_layout((50000, 64), LayoutOptions()).tiles[0].factored
     (False, True)
+    >>> plan_layout((8, 64, 32), LayoutOptions(view="experts")).tiles[0].block
+    (64, 32)
     """
     shape = tuple(int(size) for size in shape)
     if options.method == "adam":
@@ -211,52 +242,85 @@ def plan_layout(
     if options.block_size is not None:
         return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
     whole = _cut(shape, view, options, None, (True,) * len(view), "whole")
+    if budget is None and options.method == "auto" and _is_skinny(whole):
+        narrow = min(whole.tiles[0].block) >= LEAST_WIDTH
+        return _one_sided(whole, options) if narrow else Layout(shape, shape, (), "too thin for factors")
     if budget is None:
-        budget = max(DEFAULT_RATIO * math.prod(shape) * element_size / 2, DEFAULT_FLOOR)
-    if all(size <= MAX_SIDE for tile in whole.tiles for size in tile.block) and _bytes(whole, element_size) <= budget:
+        budget = default_allowance(math.prod(shape), element_size, floor)
+    if (
+        all(size <= MAX_SIDE for tile in whole.tiles for size in tile.block)
+        and factor_bytes(whole, element_size) <= budget
+    ):
         return whole
     for candidate in _cheaper(whole, options):
         sides = [tile.block[mode] for tile in candidate.tiles for mode in tile.modes]
-        if all(side <= MAX_SIDE for side in sides) and _bytes(candidate, element_size) <= budget:
+        if all(side <= MAX_SIDE for side in sides) and factor_bytes(candidate, element_size) <= budget:
             return candidate
-    return Layout(shape, shape, (), "no blocks fit the memory budget")
+    return _nothing_fits(whole)
 
 
 def fit_budget(
-    layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: float, element_size: int = 8
+    layouts: Sequence[Layout], options: Sequence[LayoutOptions], budget: float, element_size: int | Sequence[int] = 8
 ) -> list[Layout]:
     """Make the most expensive layouts cheaper until all factors and roots together fit ``budget`` bytes."""
+    sizes = [element_size] * len(layouts) if isinstance(element_size, int) else list(element_size)
     chosen = list(layouts)
-    while sum(_bytes(layout, element_size) for layout in chosen) > budget:
-        largest = max(range(len(chosen)), key=lambda i: chosen[i].factor_numel())
-        now = chosen[largest]
-        smaller = (c for c in _cheaper(now, options[largest]) if c.factor_numel() < now.factor_numel())
-        fallback = Layout(now.shape, now.shape, (), "no blocks fit the memory budget")
-        chosen[largest] = next(smaller, fallback)
+    total = sum(factor_bytes(layout, size) for layout, size in zip(chosen, sizes, strict=True))
+    heap = [(-layout.factor_numel(), place) for place, layout in enumerate(chosen)]
+    heapq.heapify(heap)
+    while total > budget:
+        _, place = heapq.heappop(heap)
+        now = chosen[place]
+        smaller = (c for c in _cheaper(now, options[place]) if c.factor_numel() < now.factor_numel())
+        chosen[place] = next(smaller, _nothing_fits(now))
+        total += factor_bytes(chosen[place], sizes[place]) - factor_bytes(now, sizes[place])
+        heapq.heappush(heap, (-chosen[place].factor_numel(), place))
     return chosen
 
 
-def _bytes(layout: Layout, element_size: int) -> int:
+def default_allowance(numel: int, element_size: int, floor: float = DEFAULT_FLOOR) -> float:
+    """Return the bytes that the factors of some parameters may have where no budget was given."""
+    return max(DEFAULT_RATIO * numel * element_size / 2, floor)
+
+
+def factor_bytes(layout: Layout, element_size: int) -> int:
     """Bytes of factors and what is kept beside them."""
     return layout.factor_numel() * element_size
+
+
+def _nothing_fits(layout: Layout) -> Layout:
+    return Layout(layout.shape, layout.shape, (), "no blocks fit the memory budget")
 
 
 def _cheaper(layout: Layout, options: LayoutOptions) -> list[Layout]:
     """Cheaper treatments of the same parameter, best first: one-sided, then ever smaller blocks."""
     shape, view = layout.shape, layout.view
-    found = []
-    if len(view) == 2 and layout.reason == "whole":
-        small = 0 if view[0] <= view[1] else 1
-        found.append(_cut(shape, view, options, None, (small == 0, small == 1), f"one-sided (dimension {small})"))
+    found = [_one_sided(layout, options)] if len(view) == 2 and layout.reason.startswith("whole") else []
     every = (True,) * len(view)
-    blocks = [_cut(shape, view, options, b, every, f"blocks of {b}") for b in _BLOCK_SIZES if b < max(view)]
+    longest = max(size for tile in layout.tiles for size in tile.block)
+    blocks = [_cut(shape, view, options, b, every, f"blocks of {b}") for b in _BLOCK_SIZES if b < longest]
     return found + blocks
+
+
+def _one_sided(layout: Layout, options: LayoutOptions) -> Layout:
+    """Return the layout with factors for the short side only."""
+    rows, columns = layout.tiles[0].block
+    small = 0 if rows <= columns else 1
+    factored = (small == 0, small == 1)
+    return _cut(layout.shape, layout.view, options, None, factored, f"one-sided (dimension {small})")
+
+
+def _is_skinny(layout: Layout) -> bool:
+    block = layout.tiles[0].block
+    return len(block) == 2 and max(block) >= max(SKINNY_LENGTH, SKINNY_RATIO * min(block))
 
 
 def _view(shape: tuple[int, ...], options: LayoutOptions) -> tuple[int, ...]:
     if len(shape) < 2:
         return (1, math.prod(shape))
-    if options.view == "matrix":
+    if options.view == "experts" and len(shape) > 2:
+        return (shape[0] * shape[1], math.prod(shape[2:]))
+    if options.view != "modes":
         return (shape[0], math.prod(shape[1:]))
     # from the last dimension on, so that a kernel's height and width come together first
     merged: list[int] = []
@@ -278,34 +342,27 @@ def _cut(
     factored: tuple[bool, ...],
     reason: str,
 ) -> Layout:
-    """Cut a view into tiles, first at the row parts, then into blocks."""
+    """Cut a view into tiles, first at the experts and row parts, then into blocks."""
     per_dim = [_segments(0, size, block_size) for size in view]
-    per_dim[0] = [
-        segment for start, stop in _parts(view[0], options.split) for segment in _segments(start, stop, block_size)
-    ]
+    parts = _row_parts(shape, view, options)
+    per_dim[0] = _merged([segment for start, stop in parts for segment in _segments(start, stop, block_size)])
     tiles = []
     for segments in itertools.product(*per_dim):
         start, stop, block = (tuple(segment[i] for segment in segments) for i in range(3))
         tiles.append(Tile(start, stop, block, factored))
-    layout = Layout(shape, view, tuple(_joined(tiles)), reason)
-    return replace(layout, reason=f"{reason}, split {options.split}") if options.split else layout
+    notes = [f"split {options.split}"] if options.split else []
+    notes += [f"{shape[0]} experts"] if options.view == "experts" and len(shape) > 2 else []
+    return Layout(shape, view, tuple(tiles), ", ".join([reason, *notes]))
 
 
-def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Join row-adjacent tiles of one block each and equal shape, as equal parts of a fused weight make."""
-    out: list[Tile] = []
-    for tile in tiles:
-        last = out[-1] if out else None
-        if (
-            last is not None
-            and last.block == tile.block
-            and last.stop[0] == tile.start[0]
-            and last.start[1:] == tile.start[1:]
-            and last.stop[1:] == tile.stop[1:]
-        ):
-            out[-1] = replace(last, stop=tile.stop)
+def _merged(segments: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighbouring segments of equal blocks, as experts and the equal parts of a fused weight make."""
+    out: list[tuple[int, int, int]] = []
+    for start, stop, block in segments:
+        if out and out[-1][1:] == (start, block):
+            out[-1] = (out[-1][0], stop, block)
         else:
-            out.append(tile)
+            out.append((start, stop, block))
     return out
 
 
@@ -316,6 +373,13 @@ def _segments(start: int, stop: int, block_size: int | None) -> list[tuple[int, 
         return [(start, stop, size)]
     edge = start + size // block_size * block_size
     return [(start, edge, block_size)] + ([(edge, stop, stop - edge)] if edge < stop else [])
+
+
+def _row_parts(shape: tuple[int, ...], view: tuple[int, ...], options: LayoutOptions) -> list[tuple[int, int]]:
+    """Return the rows of each matrix that a view holds one above the other."""
+    experts = shape[0] if options.view == "experts" and len(shape) > 2 else 1
+    rows = view[0] // experts
+    return [(rows * i + a, rows * i + b) for i in range(experts) for a, b in _parts(rows, options.split)]
 
 
 def _parts(rows: int, split: int | tuple[int, ...] | None) -> list[tuple[int, int]]:

@@ -111,6 +111,10 @@ def explain_plan(
     """
     costs, drafts, sizes = [], [], {}
     for name, param, layout, hyper in entries:
+        if layout.frozen:
+            costs.append(0.0)
+            drafts.append((name, param, layout, hyper, 0, 0.0))
+            continue
         ghost = torch.empty(param.shape, dtype=param.dtype, device="meta")
         if layout.is_elementwise:
             state = elementwise_state(ghost, factor_dtype(param))
@@ -134,7 +138,7 @@ def explain_plan(
                 view=layout.view,
                 blocks=sum(tile.count for tile in tiles),
                 factors=tuple(tiles[0].block[mode] for mode in tiles[0].modes) if tiles else (),
-                method=f"{kind} ({layout.reason})" if tiles else f"{plain} ({layout.reason})",
+                method="frozen" if layout.frozen else f"{kind if tiles else plain} ({layout.reason})",
                 solver=type(hyper.solver).__name__ if tiles else "",
                 refresh=str(hyper.refresh) if tiles else "",
                 bytes=size,

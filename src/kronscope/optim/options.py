@@ -8,16 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR, root_order
-from kronscope.optim.blocks import Layout, LayoutOptions, fit_budget, plan_layout
 from kronscope.optim.config import DEFAULT_REFRESH, Adaptive, Every, Graft, Hyper, Norm, parse_refresh, parse_scale
-from kronscope.optim.groups import roles_of
 from kronscope.optim.solvers import CostModel
-from kronscope.optim.stacks import factor_dtype
 
 __all__ = [
     "CLASS_NAMES",
@@ -27,10 +23,10 @@ __all__ = [
     "check_layout_options",
     "check_rates",
     "checked_group",
+    "copies_of",
     "fixed_options",
     "hyper_of",
     "layout_options",
-    "layouts_of",
     "structure_of",
 ]
 
@@ -188,46 +184,9 @@ def _check_roots(group: dict[str, Any]) -> None:
             )
 
 
-def layouts_of(group: dict[str, Any], family: Family) -> list[Layout]:
-    """Decide the layout of each parameter of a group; sets ``group["roles"]`` where it is missing.
-
-    Raises:
-        OptionError: an option does not fit a parameter.
-    """
-    names = group.get("param_names", [""] * len(group["params"]))
-    roles = group.setdefault("roles", roles_of(names, group["params"]))
-    split = group["split"]
-    options = [
-        LayoutOptions(
-            method=group["method"],
-            view=group["view"],
-            merge=group["merge"],
-            split=tuple(split) if isinstance(split, list) else split,
-            block_size=group["block_size"],
-            role=role,
-        )
-        for role in roles
-    ]
-    params, budget = group["params"], group["memory_budget"]
-    # factors, roots, and the bases that a warm start keeps beside them
-    copies = 3 if family != "soap" and getattr(group["solver"], "is_warm", False) else 2
-    sizes = [copies * torch.finfo(factor_dtype(param)).bits // 8 for param in params]
-    limit = None if budget is None else float(budget)
-    layouts = [
-        plan_layout(param.shape, option, size, limit)
-        for param, option, size in zip(params, options, sizes, strict=True)
-    ]
-    if limit is not None:
-        layouts = fit_budget(layouts, options, limit, max(sizes, default=8))
-    exponent = group["exponent"]
-    if isinstance(exponent, tuple | list) and len(exponent) > 1:
-        for layout in layouts:
-            if layout.tiles and len(layout.view) != len(exponent):
-                raise OptionError(
-                    f"{len(exponent)} exponents were given, but a parameter of shape {layout.shape} has "
-                    f"{len(layout.view)} factors; give one number, or make a group of its own."
-                )
-    return layouts
+def copies_of(group: dict[str, Any], family: Family) -> int:
+    """Return how many matrices of a factor's size are kept for each: itself, its root, a warm start's basis."""
+    return 3 if family != "soap" and getattr(group["solver"], "is_warm", False) else 2
 
 
 def structure_of(hyper: Hyper) -> tuple[object, ...]:

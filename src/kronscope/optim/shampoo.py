@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor
 
 from kronscope.kron.roots import RootSolver
+from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
 
@@ -79,6 +80,7 @@ class Shampoo(KroneckerOptimizer):
 
     family = "shampoo"
 
+    @with_advice
     def __init__(
         self,
         params: Any,
@@ -100,7 +102,7 @@ class Shampoo(KroneckerOptimizer):
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,
         method: Literal["auto", "kronecker", "adam"] = "auto",
-        view: Literal["matrix", "modes"] = "matrix",
+        view: Literal["matrix", "modes", "experts"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = "auto",

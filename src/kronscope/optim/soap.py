@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.roots import RootSolver, WarmQR
+from kronscope.optim.advice import with_advice
 from kronscope.optim.apply import apply_updates
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.blocks import Layout, Tile
@@ -70,6 +71,7 @@ class SOAP(KroneckerOptimizer):
 
     family = "soap"
 
+    @with_advice
     def __init__(
         self,
         params: Any,
@@ -85,7 +87,7 @@ class SOAP(KroneckerOptimizer):
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,
         method: Literal["auto", "kronecker", "adam"] = "auto",
-        view: Literal["matrix", "modes"] = "matrix",
+        view: Literal["matrix", "modes", "experts"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,
         solver: Literal["auto"] | RootSolver = _SOLVER,
@@ -97,11 +99,8 @@ class SOAP(KroneckerOptimizer):
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, defaults)
 
-    def _planned(self, group: dict[str, Any]) -> list[Layout]:
-        if not group["reference"]:
-            return super()._planned(group)
-        group.setdefault("roles", [""] * len(group["params"]))
-        return [_published_layout(param) for param in group["params"]]
+    def _fixed_layout(self, group: dict[str, Any], param: Tensor) -> Layout | None:
+        return _published_layout(param) if group["reference"] else None
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         if not group["reference"]:

@@ -43,9 +43,9 @@ def decoded_groups(
     """
     found = [{name: decode(value) for name, value in group.items()} for group in saved]
     for group, old in zip(groups, found, strict=False):
-        for name in (*OBJECTS, "skipped_steps", "roles", "family"):
+        for name in (*OBJECTS, "skipped_steps", "family"):
             old.setdefault(name, group[name])
-        old.update({name: group[name] for name in LAYOUT_OPTIONS})
+        old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
         if old["family"] != family:
             saver = CLASS_NAMES.get(str(old["family"]), old["family"])
             raise StateError(f"the state was saved by {saver}; this optimizer is {CLASS_NAMES[family]}.")

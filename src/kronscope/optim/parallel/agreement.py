@@ -31,7 +31,7 @@ def described(groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> 
         for position, param in enumerate(group["params"]):
             place = f" on {param.placements}" if is_dtensor(param) else ""
             words[f"parameter {position} of group {index}"] = (
-                f"{names[param]}: {tuple(param.shape)} {param.dtype} on {param.device.type}{place}"
+                f"{names.get(param, 'frozen')}: {tuple(param.shape)} {param.dtype} on {param.device.type}{place}"
             )
     return words
 

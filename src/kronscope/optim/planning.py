@@ -1,0 +1,239 @@
+"""The plan of a whole model: what each parameter is for, and how it is treated within the memory there is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronscope.errors import OptionError
+from kronscope.optim.blocks import (
+    DEFAULT_FLOOR,
+    Layout,
+    LayoutOptions,
+    default_allowance,
+    factor_bytes,
+    fit_budget,
+    frozen_layout,
+    plan_layout,
+)
+from kronscope.optim.roles import EXPERTS, LIKE_A_TABLE, like_tables, roles_in, roles_of
+from kronscope.optim.stacks import factor_dtype
+from kronscope.support.callers import callers_level
+
+__all__ = ["add_roles", "as_groups", "is_trained", "name_alike", "plan_layouts"]
+
+
+def as_groups(params: Any) -> Any:
+    """Turn what a constructor was given into groups whose parameters can be gone through twice.
+
+    A module gives one group of all its named parameters, with their roles. What torch refuses is left to it.
+    """
+    if isinstance(params, nn.Module):
+        named = list(params.named_parameters())
+        roles = roles_in(params)
+        return [{"params": named, "roles": [roles[param] for _, param in named]}]
+    if isinstance(params, Tensor):
+        return params
+    listed = list(params)
+    if not listed or not isinstance(listed[0], dict):
+        return [{"params": listed}] if listed else listed
+    for group in listed:
+        if isinstance(group, dict) and not isinstance(group.get("params", ()), Tensor | list | set):
+            group["params"] = list(group["params"])
+    return listed
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter takes part in training: it wants a gradient, or was given one."""
+    return param.requires_grad or param.grad is not None
+
+
+def name_alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Make groups agree on having names, which torch insists on: where only some have, the others get places."""
+    given = group.get("params", ())
+    listed = [given] if isinstance(given, Tensor) else list(given)
+    group["params"] = given if isinstance(given, Tensor | set) else listed
+    named = "param_names" in group or (bool(listed) and isinstance(listed[0], tuple))
+    if not groups or not listed or named == ("param_names" in groups[0]):
+        return
+    if named:
+        for index, other in enumerate(groups):
+            other["param_names"] = _places(index, other["params"])
+    elif all(isinstance(param, Tensor) for param in listed):
+        group["params"] = list(zip(_places(len(groups), listed), listed, strict=True))
+
+
+def _places(index: int, params: Sequence[Tensor]) -> list[str]:
+    return [f"group {index} parameter {place} {tuple(param.shape)}" for place, param in enumerate(params)]
+
+
+def add_roles(groups: Sequence[dict[str, Any]], method: str, kind: str, *, whole: bool) -> None:
+    """Set ``group["roles"]`` where it is missing; warns where a name would have mattered and is not known.
+
+    Args:
+        groups: Groups that torch has taken in.
+        method: The constructor's ``method``, for groups that do not say.
+        kind: The name of the optimizer's class, for the warning.
+        whole: Whether these are all of a model's parameters, so that the last matrix may be its head.
+    """
+    fresh = [group for group in groups if "roles" not in group]
+    members = [
+        (name, param)
+        for group in fresh
+        for name, param in zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
+    ]
+    found = roles_of([name for name, _ in members], [param for _, param in members], last=whole)
+    roles = {param: role for (_, param), role in zip(members, found, strict=True)}
+    silent = [param for name, param in members if not roles[param] and not _says_something(name)]
+    for param in like_tables(silent):
+        roles[param] = LIKE_A_TABLE
+    for group in fresh:
+        group["roles"] = [roles[param] for param in group["params"]]
+    _warn([p for group in fresh if group.get("method", method) == "auto" for p in group["params"]], roles, kind)
+
+
+def _says_something(name: str) -> bool:
+    """Whether a name holds a word for the layer, and not only its place."""
+    return any(not part.isdigit() for part in name.split(".")[:-1])
+
+
+def _warn(params: Sequence[Tensor], roles: Mapping[Tensor, str], kind: str) -> None:
+    shapes = [" x ".join(map(str, param.shape)) for param in params if roles[param] == LIKE_A_TABLE]
+    if shapes:
+        several = len(shapes) > 1
+        warnings.warn(
+            f"{kind} does not know the names of its parameters, and {'some look' if several else 'one looks'} like an "
+            f"embedding or a head by shape ({', '.join(shapes[:4])}{', ...' if len(shapes) > 4 else ''}): "
+            f"{'they get' if several else 'it gets'} AdamW. Pass the model itself, {kind}(model, ...), or "
+            f"model.named_parameters(), or groups from kronscope.param_groups(model), so that every embedding and head "
+            f"is known; or put what is none into a group with method='kronecker'.",
+            UserWarning,
+            stacklevel=callers_level(),
+        )
+
+
+class _Pool:
+    """Parameters that share a memory budget."""
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self.used = self.numel = self.size = 0
+        self.entries: list[tuple[Tensor, LayoutOptions, int]] = []
+
+    def count(self, param: Tensor, layout: Layout, size: int) -> None:
+        """Count a parameter that was planned before."""
+        self.used += factor_bytes(layout, size)
+        self._note(param, size)
+
+    def want(self, param: Tensor, options: LayoutOptions, size: int) -> None:
+        """Ask for a parameter's layout."""
+        self.entries.append((param, options, size))
+        self._note(param, size)
+
+    def _note(self, param: Tensor, size: int) -> None:
+        self.numel += param.numel()
+        self.size = max(self.size, size)
+
+    def plan(self) -> dict[Tensor, Layout]:
+        """Decide the layouts asked for."""
+        if self.limit is not None:
+            left = max(float(self.limit) - self.used, 0.0)
+            layouts = [plan_layout(param.shape, options, size, left) for param, options, size in self.entries]
+            _, options, sizes = zip(*self.entries, strict=True)
+            return self._by_param(fit_budget(layouts, options, left, sizes))
+        layouts = self._default(DEFAULT_FLOOR)
+        wanted = self.used + sum(factor_bytes(x, size) for x, (_, _, size) in zip(layouts, self.entries, strict=True))
+        if wanted > default_allowance(self.numel, self.size):
+            # many small matrices add up: what is allowed in any case is allowed once, not for each
+            layouts = self._default(0.0)
+        return self._by_param(layouts)
+
+    def _default(self, floor: float) -> list[Layout]:
+        return [plan_layout(param.shape, options, size, floor=floor) for param, options, size in self.entries]
+
+    def _by_param(self, layouts: Sequence[Layout]) -> dict[Tensor, Layout]:
+        return {param: layout for (param, _, _), layout in zip(self.entries, layouts, strict=True)}
+
+
+def plan_layouts(
+    groups: Sequence[dict[str, Any]],
+    known: Mapping[Tensor, Layout],
+    shared: float | None,
+    copies: Callable[[dict[str, Any]], int],
+    fixed: Callable[[dict[str, Any], Tensor], Layout | None],
+    trained: Callable[[Tensor], bool] = is_trained,
+) -> dict[Tensor, Layout]:
+    """Decide the layouts of all parameters that have none yet.
+
+    Groups with the constructor's memory budget share it, those with another have it for themselves. Parameters that
+    are frozen need nothing, and are planned when they are not.
+
+    Args:
+        groups: All parameter groups, with roles.
+        known: The layouts there are.
+        shared: The constructor's memory budget.
+        copies: How many matrices of a factor's size a group keeps for each.
+        fixed: Returns the layout of a parameter that is not to be decided here.
+        trained: Whether a parameter takes part in training.
+
+    Raises:
+        OptionError: an option does not fit a parameter.
+    """
+    pools: dict[int, _Pool] = {}
+    found: dict[Tensor, Layout] = {}
+    for index, group in enumerate(groups):
+        limit = group["memory_budget"]
+        pool = pools.setdefault(-1 if limit == shared else index, _Pool(limit))
+        kept = copies(group)
+        base = layout_options_of(group)
+        for param, role in zip(group["params"], group["roles"], strict=True):
+            size = kept * torch.finfo(factor_dtype(param)).bits // 8
+            given = fixed(group, param)
+            if param in known:
+                pool.count(param, known[param], size)
+            elif not trained(param):
+                found[param] = frozen_layout(param.shape)
+            elif given is not None:
+                found[param] = given
+            else:
+                pool.want(param, _for_role(base, role), size)
+    for pool in pools.values():
+        if pool.entries:
+            found.update(pool.plan())
+    for group in groups:
+        _check_exponents(group, [found[param] for param in group["params"] if param in found])
+    return found
+
+
+def layout_options_of(group: Mapping[str, Any]) -> LayoutOptions:
+    """Return what a group says about layouts."""
+    split = group["split"]
+    return LayoutOptions(
+        method=group["method"],
+        view=group["view"],
+        merge=group["merge"],
+        split=tuple(split) if isinstance(split, list) else split,
+        block_size=group["block_size"],
+    )
+
+
+def _for_role(options: LayoutOptions, role: str) -> LayoutOptions:
+    if role != EXPERTS:
+        return replace(options, role=role) if role else options
+    return replace(options, view="experts") if options.view == "matrix" else options
+
+
+def _check_exponents(group: Mapping[str, Any], layouts: Sequence[Layout]) -> None:
+    exponent = group["exponent"]
+    if isinstance(exponent, tuple | list) and len(exponent) > 1:
+        for layout in layouts:
+            if layout.tiles and len(layout.view) != len(exponent):
+                raise OptionError(
+                    f"{len(exponent)} exponents were given, but a parameter of shape {layout.shape} has "
+                    f"{len(layout.view)} factors; give one number, or make a group of its own."
+                )
