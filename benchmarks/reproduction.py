@@ -41,8 +41,8 @@ def collect(folders: Iterable[Path]) -> None:
         if (folder / "probes.json").exists():
             Results.load(folder / "probes.json").save(RECORDS / f"{name}-probes.json")
         if results.partial:  # a run that was stopped has not drawn anything
-            plan = plans.get(json.loads((folder / "config.json").read_text(encoding="utf-8"))["figure"])
-            for picture, figure in plan.draw(columns_of({results.settings["title"]: results})).items():
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            for picture, figure in plans.get(config["figure"]).draw(columns_of({config["title"]: results})).items():
                 figures.save(figure, PICTURES / f"{name}-{picture}.png")
         for picture in sorted(folder.glob("*.png")):
             shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")

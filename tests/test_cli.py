@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import typer
 
 import kronscope as ks
 from kronscope import cli
+from kronscope.paper.training import Event
 
 _MODULE = """
 import torch
@@ -133,6 +135,13 @@ def test_measure_honours_its_options(kronscope: Command, tmp_path: Path) -> None
     assert [detail.kind for detail in results.details] == ["exponents"]
     # the checkpoint's weights were measured: with zeros the hidden layer is constant and its gradients vanish
     assert all("zero" in row.note for row in results)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["checkpoint"] == "zeros.pt"
+    assert config["memory_budget"] == "1GiB"
+    command: Any = typer.main.get_command(cli.app)
+    options = {parameter.name for parameter in command.commands["measure"].params} - {"out", "verbose", "help"}
+    several = {"layer": "layers", "approximation": "approximations", "detail": "details"}
+    assert set(config) == {several.get(name, name) for name in options}
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -223,10 +232,37 @@ def test_ctrl_c_names_resume_where_there_is_one(kronscope: Command, monkeypatch:
     def pressed(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kronscope.paper.experiment.run_experiment", pressed)
+    monkeypatch.setattr("kronscope.paper.experiment.Experiment.run", pressed)
     ended = kronscope("paper", "figure1", "--workload", "digits-linear")
     assert ended.code == 130
     assert ended.err == "kronscope: interrupted; the same command with --resume goes on.\n"
+
+
+# ---------------------------------------------------------------------- demo
+
+
+def test_a_demo_that_was_interrupted_goes_on_and_one_that_ended_is_refused(
+    kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kronscope.cli.demo._WORKLOADS", ("digits-linear",))
+    steps: list[int] = []
+
+    def press(show: object, event: Event) -> None:
+        steps.append(event.step)
+        if len(steps) == 20:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr("kronscope.cli.terminal.ShowTraining.__call__", press)
+        assert kronscope("demo", "--out", "out").code == 130
+        _assert_refused(kronscope("demo", "--out", "out", "--seed", 1), "seed is 0 there, 1 was asked")
+        ended = kronscope("demo", "--out", "out")
+    assert ended.code == 0, ended.err
+    assert steps[20:] == sorted(steps[20:])
+    assert steps[20] > 0, "it went on from a checkpoint"
+    for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "done.json"):
+        assert (tmp_path / "out" / name).stat().st_size > 0, name
+    _assert_refused(kronscope("demo", "--out", "out"), "already holds a run", "finished", "--out")
 
 
 # ---------------------------------------------------------------------- report

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import kronscope as ks
-from kronscope.paper import plans
-from kronscope.paper.experiment import run_experiment
-from kronscope.paper.scale import scaled
+from kronscope.paper import Experiment, plans, scaled
 from kronscope.support.launch import is_first, process_group
 from kronscope.support.processes import Processes
 from kronscope.targets import own_part
@@ -50,7 +48,8 @@ def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "table.csv"):
         assert (tmp_path / "two" / name).stat().st_size > 0, name
     settings = scaled("digits-linear", steps=4, samples=41, measure_at=[0, 2, 4])
-    one = run_experiment(plans.get("figure1"), settings, settings.load_data(), tmp_path / "one", show_bars=False)
+    experiment = Experiment(plans.get("figure1"), settings, settings.load_data())
+    one = experiment.run(tmp_path / "one", show_bars=False)
     assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)
     parts = {path.name for path in (tmp_path / "two" / "history").iterdir()}
     assert parts == {"process-0-of-2", "process-1-of-2"}

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kronscope.paper import Run, scaled, train
+from kronscope.paper import scaled
+from kronscope.runs import Run
 from tests.paper.killing import serve
+from tests.paper.looping import train
 
 SETTINGS = scaled("digits-resnet", steps=30, batch=32, measure_at=[0, 7, 20, 30], seed=3)
 LAYER = "resnet.encoder.stages.0.layers.1.layer.0.convolution.weight"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kronscope.paper import plans, scaled
-from kronscope.paper.experiment import Options, run_experiment
+from kronscope.paper import Experiment, Options, plans, scaled
 from tests.paper.killing import serve
 
 SETTINGS = scaled("digits-linear", steps=12, samples=40, measure_at=[0, 3, 7, 12], seed=3)
@@ -15,7 +14,7 @@ OPTIONS = Options(probes=3)
 
 def work(folder: Path) -> None:
     """Run the experiment from wherever it stands."""
-    run_experiment(PLAN, SETTINGS, SETTINGS.load_data(), folder, options=OPTIONS, resume=True, show_bars=False)
+    Experiment(PLAN, SETTINGS, SETTINGS.load_data(), OPTIONS).run(folder, resume=True, show_bars=False)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import torch
 
 import kronscope as ks
 from kronscope.errors import RunError
-from kronscope.paper import Run, plans, scaled
+from kronscope.paper import Experiment, Options, Settings, plans, scaled
 from kronscope.paper.data import Dataset
-from kronscope.paper.experiment import Options, run_experiment
 from kronscope.paper.models import logits
-from kronscope.paper.scale import Settings
+from kronscope.paper.training import Event
+from kronscope.runs import Run
 from tests.paper.killing import Killer
 
 
@@ -26,9 +26,8 @@ def _prepared(**options: Any) -> tuple[Settings, Dataset]:
     return settings, settings.load_data()
 
 
-def _run(folder: Path, figure: str = "figure1", **options: Any) -> ks.Results:
-    settings, dataset = _prepared()
-    return run_experiment(plans.get(figure), settings, dataset, folder, show_bars=False, **options)
+def _run(folder: Path, figure: str = "figure1", options: Options | None = None, **how: Any) -> ks.Results:
+    return Experiment(plans.get(figure), *_prepared(), options).run(folder, show_bars=False, **how)
 
 
 def test_rows_are_those_of_measuring_by_hand(tmp_path: Path) -> None:
@@ -67,9 +66,9 @@ def test_the_same_run_twice_gives_the_same_file(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_read_not_run_again(tmp_path: Path) -> None:
     first = _run(tmp_path)
-    measured: list[int | None] = []
-    assert _run(tmp_path, resume=True, measuring=measured.append) == first
-    assert measured == []
+    happened: list[Event] = []
+    assert _run(tmp_path, resume=True, show=happened.append) == first
+    assert happened == []
     with pytest.raises(RunError, match="--resume"):
         _run(tmp_path)
     with pytest.raises(RunError, match=r"figure is 'figure1' there, 'figure2' was asked"):
@@ -90,12 +89,12 @@ def test_probes_are_kept_beside_the_exact_values(tmp_path: Path) -> None:
 def test_an_interruption_while_measuring_goes_on_with_the_same_numbers(tmp_path: Path, at: int) -> None:
     undisturbed = _run(tmp_path / "a", "figure2")
 
-    def press(step: int | None) -> None:
-        if step == at:
+    def press(event: Event) -> None:
+        if event.kind == "measure" and event.step == at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _run(tmp_path / "b", "figure2", measuring=press)
+        _run(tmp_path / "b", "figure2", show=press)
     assert not Run.open(tmp_path / "b").done
     assert _run(tmp_path / "b", "figure2", resume=True) == undisturbed
     assert (tmp_path / "a" / "results.json").read_bytes() == (tmp_path / "b" / "results.json").read_bytes()
@@ -106,7 +105,7 @@ def test_a_measurement_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest
         measured = ks.measure_fits(*arguments, **options)
         return tuple(ks.Results(results.rows[:1], (), results.settings, partial=True) for results in measured)
 
-    monkeypatch.setattr("kronscope.paper.experiment.measure_fits", cut)
+    monkeypatch.setattr("kronscope.paper.measurements.measure_fits", cut)
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path / "b")
     assert Run.open(tmp_path / "b").stored("gauss_newton-0-0") is None

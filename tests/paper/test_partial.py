@@ -7,25 +7,26 @@ from pathlib import Path
 import pytest
 
 from kronscope.errors import RunError
-from kronscope.paper import plans, results_so_far, run_experiment, scaled
+from kronscope.paper import Experiment, plans, results_so_far, scaled
+from kronscope.paper.training import Event
 
 
 def test_a_run_stopped_before_its_end_shows_what_it_had_measured(tmp_path: Path) -> None:
     settings = scaled("digits-linear", steps=3, samples=20, measure_at=[0, 2, 3])
     dataset = settings.load_data()
 
-    def stop(step: int | None) -> None:
-        if step == 3:
+    def stop(event: Event) -> None:
+        if event.kind == "measure" and event.step == 3:
             raise KeyboardInterrupt
 
-    plan = plans.get("figure1")
+    experiment = Experiment(plans.get("figure1"), settings, dataset)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(plan, settings, dataset, tmp_path / "run", measuring=stop, show_bars=False)
+        experiment.run(tmp_path / "run", show=stop, show_bars=False)
     early = results_so_far(tmp_path / "run")
     assert early.partial
     assert [*early.steps] == [0, 2]
     assert early.settings["workload"] == "digits-linear"
-    whole = run_experiment(plan, settings, dataset, tmp_path / "run", resume=True, show_bars=False)
+    whole = experiment.run(tmp_path / "run", resume=True, show_bars=False)
     assert results_so_far(tmp_path / "run") == whole
     assert [row.cosine for row in early] == [row.cosine for row in whole if row.truth != "adagrad" and row.step < 3]
 

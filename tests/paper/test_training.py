@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronscope.errors import NonFiniteError
-from kronscope.paper import Run, Settings, scaled, train
+from kronscope.paper import Settings, scaled
 from kronscope.paper.data import Dataset
+from kronscope.runs import Run
 from tests.paper.killing import Killer
+from tests.paper.looping import train
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError
-from kronscope.gradients.lock import lock_for_writing
-from kronscope.support.locks import FileLock
+from kronscope.support.files import remove_leftovers, write_json
+from kronscope.support.locks import FileLock, HeldError, lock_folder
 
 __all__ = ["Asked", "DiskStore", "MemoryStore", "Store"]
 
@@ -179,7 +179,7 @@ class DiskStore:
         except OSError as error:
             raise DataError(f"could not make the folder {path}: {error.strerror}; pick another path.") from error
         store = cls(path, names, shapes, dtypes, every)
-        store._lock = lock_for_writing(path)
+        store._lock = _lock(path)
         try:
             _check_empty(path)
             store._remove_others()
@@ -204,15 +204,14 @@ class DiskStore:
         """
         if not append:
             return cls._read(path)
-        lock = lock_for_writing(path)
+        lock = _lock(path)
         try:
             store = cls._read(path)
             store._trim()
             store._remove_others()
             store._open()
         except BaseException:
-            if lock is not None:
-                lock.release()
+            lock.release()
             raise
         store._lock = lock
         return store
@@ -278,12 +277,11 @@ class DiskStore:
             },
             "layers": layers,
         }
-        temporary = self.path / "history.json.part"
-        temporary.write_text(json.dumps(text, indent=1))
-        temporary.replace(self.path / "history.json")
+        write_json(self.path / "history.json", text)
 
     def _remove_others(self) -> None:
         """Remove what a crash in the middle of :meth:`rewrite` left behind."""
+        remove_leftovers(self.path)
         for file in self.path.glob("*.bin"):
             name, _, generation = file.stem.rpartition(".")
             if (name == "steps" or name.isdigit()) and generation != str(self._generation):
@@ -377,6 +375,19 @@ class DiskStore:
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+def _lock(folder: Path) -> FileLock:
+    try:
+        return lock_folder(folder)
+    except HeldError as error:
+        holder = "this process" if str(error) == f"process {os.getpid()}" else str(error) or "another process"
+        raise DataError(
+            f"another gradient history is being recorded to {folder}, by {holder}; close() that one first, or pick "
+            "another path."
+        ) from None
+    except OSError as error:
+        raise DataError(f"could not write to {folder}: {error.strerror}; pick another path.") from error
 
 
 def _check_empty(path: Path) -> None:

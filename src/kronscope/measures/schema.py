@@ -14,7 +14,7 @@ from kronscope.errors import ResultsError
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
 
-__all__ = ["FORMAT", "SCHEMA_VERSION", "dumps", "loads", "read_text", "to_plain"]
+__all__ = ["FORMAT", "SCHEMA_VERSION", "dumps", "from_data", "loads", "read_text", "to_data", "to_plain"]
 
 FORMAT = "kronscope-results"
 _FIRST_VERSION = 1
@@ -34,14 +34,27 @@ def to_plain(record: Row | Detail) -> dict[str, Any]:
     return {entry.name: _nulls(getattr(record, entry.name)) for entry in dataclasses.fields(record)}
 
 
+def to_data(results: Results) -> dict[str, Any]:
+    """Results as plain data."""
+    return {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "partial": results.partial,
+        "settings": results.settings,
+        "rows": [to_plain(row) for row in results.rows],
+        "details": [to_plain(detail) for detail in results.details],
+    }
+
+
 def dumps(results: Results) -> str:
     """JSON text with one row per line, so that two files can be compared line by line."""
-    head = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "partial": results.partial}
-    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    parts.append(f'"settings": {json.dumps(results.settings, indent=1, allow_nan=False)}')
-    for name, records in (("rows", results.rows), ("details", results.details)):
-        lines = ",\n".join(json.dumps(to_plain(record), allow_nan=False) for record in records)
-        parts.append(f'"{name}": [\n{lines}\n]' if lines else f'"{name}": []')
+    parts = []
+    for name, value in to_data(results).items():
+        if name in ("rows", "details"):
+            lines = ",\n".join(json.dumps(record, allow_nan=False) for record in value)
+            parts.append(f'"{name}": [\n{lines}\n]' if lines else f'"{name}": []')
+        else:
+            parts.append(f'"{name}": {json.dumps(value, indent=1, allow_nan=False)}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -74,7 +87,15 @@ def loads(text: str, name: str = "the text") -> Results:
     Raises:
         ResultsError: The text is not JSON, is cut short, is of another format or a newer version, or is damaged.
     """
-    data = _parse(text, name)
+    return from_data(_parse(text, name), name)
+
+
+def from_data(data: Any, name: str) -> Results:
+    """Results from plain data, as :func:`to_data` makes it; ``name`` is the file's name for messages.
+
+    Raises:
+        ResultsError: The data is of another format or a newer version, or is damaged.
+    """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ResultsError(
             f'A results file is expected ("format": "{FORMAT}"), but {name!r} holds other JSON; {_REMEDY}.'

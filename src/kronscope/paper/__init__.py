@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kronscope.paper.experiment import Options, run_experiment
-from kronscope.paper.partial import results_so_far
-from kronscope.paper.runs import Run
+from kronscope.paper.experiment import Experiment
+from kronscope.paper.measurements import Options, results_so_far
 from kronscope.paper.scale import Settings, scaled
-from kronscope.paper.training import train
+from kronscope.paper.training import Training
 from kronscope.paper.workloads import Workload
 
-__all__ = ["Options", "Run", "Settings", "Workload", "results_so_far", "run_experiment", "scaled", "train"]
+__all__ = ["Experiment", "Options", "Settings", "Training", "Workload", "results_so_far", "scaled"]

@@ -11,6 +11,7 @@ from kronscope import figures
 from kronscope.measures import Results
 from kronscope.paper.plans import Plan
 from kronscope.report import write_report
+from kronscope.support.files import write_atomically
 
 __all__ = ["columns_of", "prefixed", "write_outputs"]
 
@@ -53,8 +54,11 @@ def write_outputs(
         written += [figures.save(figure, target / f"{name}{suffix}") for suffix in (".png", ".pdf")]
     tables = [report] if isinstance(report, Results) else list(report.values())
     for number, results in enumerate(tables):
-        path = target / ("table.csv" if len(tables) == 1 else f"table-{number + 1}.csv")
-        results.to_pandas().to_csv(path, index=False)
-        written.append(path)
+        written.append(_save_table(results, target / ("table.csv" if len(tables) == 1 else f"table-{number + 1}.csv")))
     written.append(write_report(report, target / "report.html", title=title))
     return written
+
+
+def _save_table(results: Results, path: Path) -> Path:
+    text = results.to_pandas().to_csv(index=False)
+    return write_atomically(path, lambda file: file.write(text.encode()))

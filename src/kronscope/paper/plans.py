@@ -13,9 +13,10 @@ from kronscope.measures import Fit, Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Plan", "get", "names"]
+__all__ = ["Plan", "all_plans", "get"]
 
 _SHAMPOOS = ("optimal", "shampoo2", "shampoo")
+Draw = Callable[[Mapping[str, Results]], dict[str, "Figure"]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Plan:
         adagrad: Approximations to measure against Adagrad's matrix, none to leave it out.
         adagrad_details: Curves to compute for it.
         draw: Makes pictures, by file name, from one layer's results per column title.
+        workload: The workload the command takes unless told otherwise.
     """
 
     name: str
@@ -36,7 +38,8 @@ class Plan:
     gauss_newton: tuple[Fit, ...]
     adagrad: tuple[str, ...]
     adagrad_details: tuple[str, ...]
-    draw: Callable[[Mapping[str, Results]], dict[str, Figure]]
+    draw: Draw
+    workload: str = "mnist2"
 
     def with_labels(self, labels: str) -> Plan:
         """The same with other labels where the figure takes the truth's own."""
@@ -44,24 +47,8 @@ class Plan:
         return replace(self, gauss_newton=fits)
 
 
-def _figure1(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return {"figure1": figures.figure1(columns)}
-
-
-def _figure2(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return {"figure2": figures.figure2(columns)}
-
-
-def _figure3(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return {"figure3": figures.figure3(columns)}
-
-
-def _figure4(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return {"figure4": figures.figure4(columns)}
-
-
-def _figure5(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return {"figure5": figures.figure1(columns)}
+def _drawn(**pictures: Callable[[Mapping[str, Results]], Figure]) -> Draw:
+    return lambda columns: {name: picture(columns) for name, picture in pictures.items()}
 
 
 def _beyond(columns: Mapping[str, Results]) -> dict[str, Figure]:
@@ -81,8 +68,7 @@ def _has(results: Results, labels: str) -> bool:
     return any(row.labels == labels for row in results)
 
 
-def _figures(columns: Mapping[str, Results]) -> dict[str, Figure]:
-    return _figure1(columns) | _figure2(columns) | _figure3(columns) | _figure4(columns)
+_figures = _drawn(figure1=figures.figure1, figure2=figures.figure2, figure3=figures.figure3, figure4=figures.figure4)
 
 
 def _everything(columns: Mapping[str, Results]) -> dict[str, Figure]:
@@ -99,7 +85,7 @@ _PLANS = (
         (Fit("exact", 1, _SHAMPOOS),),
         _SHAMPOOS,
         (),
-        _figure1,
+        _drawn(figure1=figures.figure1),
     ),
     Plan(
         "figure2",
@@ -107,11 +93,26 @@ _PLANS = (
         (Fit("exact", 1, ("optimal", "shampoo2"), ("spectrum",)),),
         ("optimal", "shampoo2"),
         ("spectrum",),
-        _figure2,
+        _drawn(figure2=figures.figure2),
     ),
-    Plan("figure3", "real labels, batches of 1 and 256", _REAL, (), (), _figure3),
-    Plan("figure4", "with K-FAC", (Fit("exact", 1, (*_SHAMPOOS, "kfac-reduce")),), (), (), _figure4),
-    Plan("figure5", "three layers of a ViT", (Fit("exact", 1, _SHAMPOOS),), _SHAMPOOS, (), _figure5),
+    Plan("figure3", "real labels, batches of 1 and 256", _REAL, (), (), _drawn(figure3=figures.figure3)),
+    Plan(
+        "figure4",
+        "with K-FAC",
+        (Fit("exact", 1, (*_SHAMPOOS, "kfac-reduce")),),
+        (),
+        (),
+        _drawn(figure4=figures.figure4),
+    ),
+    Plan(
+        "figure5",
+        "three layers of a ViT",
+        (Fit("exact", 1, _SHAMPOOS),),
+        _SHAMPOOS,
+        (),
+        _drawn(figure5=figures.figure1),
+        "cifar-vit",
+    ),
     Plan(
         "figures",
         "figures 1 to 4 from one training run",
@@ -135,9 +136,9 @@ _PLANS = (
 )
 
 
-def names() -> tuple[str, ...]:
-    """The figures there are."""
-    return tuple(plan.name for plan in _PLANS)
+def all_plans() -> tuple[Plan, ...]:
+    """The figures there are; each is a command."""
+    return _PLANS
 
 
 def get(name: str) -> Plan:
@@ -149,4 +150,4 @@ def get(name: str) -> Plan:
     for plan in _PLANS:
         if plan.name == name:
             return plan
-    raise OptionError(f"there is no figure {name!r}; there are: {', '.join(names())}.")
+    raise OptionError(f"there is no figure {name!r}; there are: {', '.join(plan.name for plan in _PLANS)}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -65,8 +65,6 @@ class Settings:
         data_dir: str | os.PathLike[str] | None = None,
         *,
         download: bool = False,
-        verify: bool = True,
-        on_bytes: Callable[[int, int], None] | None = None,
     ) -> Dataset:
         """The first of the workload's data sets that is there; see :func:`kronscope.paper.data.load`.
 
@@ -81,8 +79,6 @@ class Settings:
             # Nothing beyond the images training draws would ever be used.
             limit=None if self.batch is None else max(self.steps * self.batch, self.samples),
             download=download,
-            verify=verify,
-            on_bytes=on_bytes,
         )
 
     def on(self, dataset: Dataset) -> Settings:
@@ -92,15 +88,11 @@ class Settings:
             OptionError: The batch is larger than the data set.
         """
         workload, cuts = self.definition, list(self.cuts)
-        other, classes = (
-            f"data {workload.data_title} -> {dataset.title}",
-            f"classes {workload.classes} -> {dataset.classes}",
-        )
+        other = f"data {workload.data_title} -> {dataset.title}"
         # asked twice, the answer is the same
         if dataset.name != workload.datasets[0] and other not in cuts:
             cuts.insert(0, other)
-        if dataset.classes != workload.classes and classes not in cuts:
-            cuts.append(classes)
+        cuts += [cut for cut in _changed("classes", workload.classes, dataset.classes) if cut not in cuts]
         if dataset.image_size != self.image_size:
             cuts = [cut for cut in cuts if not cut.startswith("image size ")]
             cuts += _changed("image size", workload.paper.image_size, dataset.image_size)

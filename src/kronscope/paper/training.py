@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from kronscope.errors import NonFiniteError
 from kronscope.paper.data import Dataset, batch_indices, derive_seed
 from kronscope.paper.models import logits
 from kronscope.paper.scale import Settings
-from kronscope.paper.shared import AnyRun, processes_of
+from kronscope.runs import Run
 
-__all__ = ["Progress", "Stateful", "train"]
+__all__ = ["Event", "Stateful", "Training"]
 
 
 class Stateful(Protocol):
@@ -36,27 +36,30 @@ class Stateful(Protocol):
         ...
 
 
-class Progress(Protocol):
-    """Called after every step."""
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in training, or is due.
 
-    def __call__(self, step: int, steps: int, loss: float, seconds_left: float) -> None:
-        """Steps done, steps in all, the loss of the last step, and the estimate of the time left."""
-        ...
+    Args:
+        kind: ``train`` after a step; ``measure`` where something shall be measured; ``trained`` after the last step.
+        step: Steps done.
+        steps: Steps in all.
+        loss: The loss of the last step, with ``train``.
+        seconds_left: An estimate of the training that is left, with ``train``.
+    """
+
+    kind: Literal["train", "measure", "trained"]
+    step: int
+    steps: int
+    loss: float = float("nan")
+    seconds_left: float = float("nan")
 
 
-def train(
-    settings: Settings,
-    dataset: Dataset,
-    *,
-    run: AnyRun | None = None,
-    on_start: Callable[[nn.Module, Optimizer], Mapping[str, Stateful] | None] | None = None,
-    on_measure: Callable[[int, nn.Module], None] | None = None,
-    progress: Progress | None = None,
-    checkpoint_seconds: float = 60.0,
-) -> nn.Module:
-    r"""Train a workload: :math:`\theta_{t+1} = \text{optimizer}(\theta_t, \nabla \ell_{B_t}(\theta_t))`.
+class Training:
+    r"""A workload in training: :math:`\theta_{t+1} = \text{optimizer}(\theta_t, \nabla \ell_{B_t}(\theta_t))`.
 
-    Here :math:`\ell_{B_t}` is the loss on batch :math:`B_t`, which ``settings.seed`` and :math:`t` decide.
+    Here :math:`\ell_{B_t}` is the loss on batch :math:`B_t`, which ``settings.seed`` and :math:`t` decide. Use it in a
+    ``with`` block, in which torch's kernels are repeatable and the random numbers are the run's own.
 
     Args:
         settings: What to train, from :func:`~kronscope.paper.scale.scaled` and
@@ -64,86 +67,88 @@ def train(
         dataset: The data.
         run: Where to log and checkpoint; training goes on from its latest checkpoint. None keeps nothing. Processes
             that share a run take every step alike, on the whole batch, so that it is the run of one.
-        on_start: Called once with model and optimizer, before the first step of this session: the place to
-            attach hooks. What it returns is saved with every checkpoint and restored from it.
-        on_measure: Called with the number of steps done and the model, at each of ``settings.measure_at``, in
-            training mode. A checkpoint is written first, so a kill during a long measurement costs no
-            more than that; it is then called for the same step again, so what it keeps should be kept by
-            step, with :meth:`Run.store <kronscope.paper.runs.Run.store>`.
-        progress: Called after every step.
         checkpoint_seconds: Write a checkpoint when the last one is older than this.
 
-    Returns:
-        The trained model.
-
-    Raises:
-        NonFiniteError: The loss is not a number any more.
+    Attributes:
+        model: The model after ``step`` steps.
+        optimizer: Its optimizer.
+        step: Steps done.
+        resumed: Whether it goes on from a checkpoint.
 
     >>> from kronscope.paper import scale
     >>> settings = scale.scaled("digits-linear", steps=3)
-    >>> dataset = settings.load_data()
-    >>> steps = []
-    >>> model = train(settings, dataset, on_measure=lambda step, model: steps.append(step))
-    >>> steps == list(settings.measure_at)
-    True
+    >>> with Training(settings, settings.load_data()) as training:
+    ...     print(*(f"{event.kind} {event.step}" for event in training.events()), sep=", ")
+    measure 0, train 1, measure 1, train 2, measure 2, train 3, measure 3, trained 3
     """
-    device = torch.device(settings.device)
-    with _repeatable(device):
-        session = _Session(settings, dataset, run, on_start)
-        began, first = time.monotonic(), session.step
-        measuring = 0.0
-        while True:
-            if on_measure is not None and session.step in settings.measure_at:
-                session.save()
-                started = time.monotonic()
-                on_measure(session.step, session.model)
-                session.model.train()
-                measuring += time.monotonic() - started
-            if session.step >= settings.steps:
-                break
-            loss = session.advance()
-            session.save(older_than=checkpoint_seconds)
-            if progress is not None:
-                each = (time.monotonic() - began - measuring) / (session.step - first)
-                progress(session.step, settings.steps, loss, each * (settings.steps - session.step))
-        session.save()
-        return session.model
-
-
-class _Session:
-    """Model, optimizer and what watches them, after ``step`` steps."""
 
     def __init__(
-        self,
-        settings: Settings,
-        dataset: Dataset,
-        run: AnyRun | None,
-        on_start: Callable[[nn.Module, Optimizer], Mapping[str, Stateful] | None] | None,
+        self, settings: Settings, dataset: Dataset, run: Run | None = None, *, checkpoint_seconds: float = 60.0
     ) -> None:
-        self.settings, self.dataset, self.run = settings, dataset, run
+        self._settings, self._dataset, self._run = settings, dataset, run
+        self._checkpoint_seconds = checkpoint_seconds
         self.model = settings.build_model(dataset).train()
-        self.loss = settings.definition.loss().to(settings.device)
+        self._loss = settings.definition.loss().to(settings.device)
         self.optimizer = settings.definition.make_optimizer(self.model)
-        checkpoint = run.latest() if run is not None else None
-        if checkpoint is not None:
-            self.model.load_state_dict(checkpoint.state["model"])
-            self.optimizer.load_state_dict(checkpoint.state["optimizer"])
-        self.watchers = dict((on_start(self.model, self.optimizer) if on_start is not None else None) or {})
-        if checkpoint is not None:
-            for name, watcher in self.watchers.items():
-                watcher.load_state_dict(checkpoint.state["watchers"][name])
-        self.step = 0 if checkpoint is None else checkpoint.step
-        self._saved_step = -1 if checkpoint is None else checkpoint.step
-        self._saved_at = time.monotonic()
+        self._checkpoint = run.latest() if run is not None else None
+        self.resumed = self._checkpoint is not None
+        self.step, self._saved_step, self._saved_at = 0, -1, time.monotonic()
+        if self._checkpoint is not None:
+            self.model.load_state_dict(self._checkpoint.state["model"])
+            self.optimizer.load_state_dict(self._checkpoint.state["optimizer"])
+            self.step = self._saved_step = self._checkpoint.step
+        self._watchers: dict[str, Stateful] = {}
+        self._torch = contextlib.ExitStack()
 
-    def advance(self) -> float:
-        """One training step."""
-        settings = self.settings
+    def __enter__(self) -> Training:
+        self._torch.enter_context(_repeatable(torch.device(self._settings.device)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._torch.close()
+
+    def include(self, name: str, watcher: Stateful) -> None:
+        """Save the state of something else with every checkpoint; restore it first, if this training was resumed."""
+        self._watchers[name] = watcher
+        if self._checkpoint is not None:
+            watcher.load_state_dict(self._checkpoint.state["watchers"][name])
+
+    def events(self) -> Iterator[Event]:
+        """Train to the end, and say what happens.
+
+        At ``measure`` the model is in training mode and a checkpoint has been written, so a kill during a long
+        measurement costs no more than that. The same event then comes again: what was measured should be kept by step.
+
+        Raises:
+            NonFiniteError: The loss is not a number any more.
+        """
+        steps = self._settings.steps
+        began, first, measuring = time.monotonic(), self.step, 0.0
+        while True:
+            if self.step in self._settings.measure_at:
+                self._save()
+                started = time.monotonic()
+                yield Event("measure", self.step, steps)
+                self.model.train()
+                measuring += time.monotonic() - started
+            if self.step >= steps:
+                break
+            loss = self._advance()
+            self._save(older_than=self._checkpoint_seconds)
+            each = (time.monotonic() - began - measuring) / (self.step - first)
+            yield Event("train", self.step, steps, loss, each * (steps - self.step))
+        self._save()
+        yield Event("trained", self.step, steps)
+
+    def _advance(self) -> float:
+        settings = self._settings
         _seed(derive_seed(settings.seed, "step", self.step), torch.device(settings.device))
-        chosen = batch_indices(len(self.dataset), settings.batch, settings.seed, self.step)
-        inputs, targets = (tensor.to(settings.device) for tensor in self.dataset.batch(chosen))
+        chosen = batch_indices(len(self._dataset), settings.batch, settings.seed, self.step)
+        inputs, targets = (tensor.to(settings.device) for tensor in self._dataset.batch(chosen))
         self.optimizer.zero_grad()
-        loss = self.loss(logits(self.model, inputs), targets)
+        loss = self._loss(logits(self.model, inputs), targets)
         value = float(loss.detach())
         if not torch.isfinite(loss):
             raise NonFiniteError(
@@ -153,24 +158,24 @@ class _Session:
         loss.backward()
         self.optimizer.step()
         self.step += 1
-        if self.run is not None:
-            self.run.log(self.step, loss=value)
+        if self._run is not None:
+            self._run.log(self.step, loss=value)
         return value
 
-    def save(self, *, older_than: float = 0.0) -> None:
+    def _save(self, *, older_than: float = 0.0) -> None:
         """Write a checkpoint, unless this step has one or the last one is recent enough."""
-        if self.run is None or self._saved_step == self.step:
+        if self._run is None or self._saved_step == self.step:
             return
         due = time.monotonic() - self._saved_at >= older_than
         # clocks differ: rank 0 decides for all
-        if not processes_of(self.run).broadcast_object(due):
+        if not self._run.processes.broadcast_object(due):
             return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
+            "watchers": {name: watcher.state_dict() for name, watcher in self._watchers.items()},
         }
-        self.run.checkpoint(self.step, state)
+        self._run.checkpoint(self.step, state)
         self._saved_step, self._saved_at = self.step, time.monotonic()
 
 

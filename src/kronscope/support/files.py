@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kronscope.errors import ResultsError
 
-__all__ = ["write_atomically"]
+__all__ = ["remove_leftovers", "write_atomically", "write_json"]
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
@@ -63,6 +64,22 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
             temporary.unlink(missing_ok=True)
     _sync_folder(target.parent)
     return asked
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
+    """Write plain data so that people can read it too.
+
+    Raises:
+        ResultsError: As for :func:`write_atomically`.
+    """
+    text = json.dumps(dict(content), indent=2, allow_nan=False, ensure_ascii=False)
+    return write_atomically(path, lambda file: file.write(text.encode() + b"\n"))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill in the middle of :func:`write_atomically` left in a folder; only for who holds its lock."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,24 +1,48 @@
-"""A lock on a file that the operating system lets go of when its holder dies, however it dies."""
+"""One writer per folder: a lock that the operating system lets go of when its holder dies, however it dies."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import sys
+import warnings
 from pathlib import Path
 from weakref import WeakSet
+
+from kronscope.support.callers import callers_level
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
 
-__all__ = ["FileLock", "HeldError"]
+__all__ = ["FileLock", "HeldError", "lock_folder"]
 
 
 class HeldError(Exception):
     """Somebody has the lock; the text names the holder as far as it is known."""
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Take the lock of a folder that is there, so that only one object writes to it.
+
+    Raises:
+        HeldError: Somebody has it, in this process or another.
+        OSError: The folder cannot be written to.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lock = lock_folder(Path(folder))
+    ...     lock.release()
+    """
+    path = folder / ".lock"
+    try:
+        return FileLock.acquire(path)
+    except HeldError:
+        gc.collect()  # a holder that nothing refers to any more writes nothing
+        return FileLock.acquire(path)
 
 
 class FileLock:
@@ -35,11 +59,11 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path) -> FileLock:
-        """Take the lock at once, or raise.
+        """Take the lock at once, or raise; where the file system knows no locks, warn and keep nobody out.
 
         Raises:
             HeldError: Somebody has it, in this process or another.
-            OSError: The file cannot be made, or its file system knows no locks.
+            OSError: The file cannot be made.
         """
         while True:
             lock = cls._acquire(path)
@@ -53,11 +77,15 @@ class FileLock:
         try:
             _lock(handle)
         except OSError as error:
-            holder = os.read(handle, 32).decode(errors="replace").strip()
-            os.close(handle)
             if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                holder = os.read(handle, 32).decode(errors="replace").strip()
+                os.close(handle)
                 raise HeldError(holder) from error
-            raise
+            warnings.warn(
+                f"the file system of {path.parent} cannot lock files ({error.strerror}): let only one process at a "
+                "time write to it.",
+                stacklevel=callers_level(),
+            )
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()}\n".encode())

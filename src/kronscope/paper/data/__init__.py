@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kronscope.errors import MissingDataError, OptionError
 from kronscope.paper.data.cifar import load_cifar5m, load_cifar10
@@ -20,22 +21,37 @@ from kronscope.paper.data.mnist import load_mnist2
 __all__ = ["Dataset", "SampleBatches", "batch_indices", "derive_seed", "load", "load_first", "names"]
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What a loader is asked for; see :func:`load`."""
+
+    data_dir: str | os.PathLike[str] | None
+    image_size: int | None
+    limit: int | None
+    download: bool
+    verify: bool
+
+
+_LOADERS: dict[str, Callable[[_Wanted], Dataset]] = {
+    "mnist2": lambda asked: load_mnist2(asked.data_dir, fetch=asked.download, verify=asked.verify),
+    "cifar-10": lambda asked: load_cifar10(asked.data_dir, fetch=asked.download, verify=asked.verify),
+    "cifar-5m": lambda asked: load_cifar5m(asked.data_dir, limit=asked.limit),
+    "imagenet": lambda asked: load_imagenet(asked.data_dir, image_size=asked.image_size or 224),
+    "tiny-imagenet": lambda asked: load_tiny_imagenet(asked.data_dir, image_size=min(asked.image_size or 64, 64)),
+    "imagenet-sample": lambda asked: load_imagenet_sample(asked.data_dir),
+    "digits": lambda asked: load_digits(),
+    "digits2": lambda asked: load_digits2(),
+}
+_DOWNLOADABLE = ("mnist2", "cifar-10")
+
+
 def names() -> tuple[str, ...]:
     """The names :func:`load` knows.
 
     >>> "cifar-10" in names()
     True
     """
-    return (
-        "mnist2",
-        "cifar-10",
-        "cifar-5m",
-        "imagenet",
-        "tiny-imagenet",
-        "imagenet-sample",
-        "digits",
-        "digits2",
-    )
+    return tuple(_LOADERS)
 
 
 def load(
@@ -46,7 +62,6 @@ def load(
     limit: int | None = None,
     download: bool = False,
     verify: bool = True,
-    on_bytes: Callable[[int, int], None] | None = None,
 ) -> Dataset:
     """Load a data set's training images.
 
@@ -57,7 +72,6 @@ def load(
         limit: Read no more images than this, where reading fewer saves memory (CIFAR-5M).
         download: Download MNIST or CIFAR-10 into ``data_dir`` when they are not there.
         verify: Compare MNIST and CIFAR-10 with their published checksums.
-        on_bytes: Called during a download with the bytes so far and the total.
 
     Raises:
         MissingDataError: It is not there; the text says what was looked for, where, and how to get it.
@@ -67,21 +81,11 @@ def load(
     >>> len(load("digits"))
     1797
     """
-    if download and data_dir is None and name in ("mnist2", "cifar-10"):
-        raise OptionError("A download needs a folder to go to: give data_dir (--data-dir DIR).")
-    loaders: dict[str, Callable[[], Dataset]] = {
-        "mnist2": lambda: load_mnist2(data_dir, fetch=download, verify=verify, on_bytes=on_bytes),
-        "cifar-10": lambda: load_cifar10(data_dir, fetch=download, verify=verify, on_bytes=on_bytes),
-        "cifar-5m": lambda: load_cifar5m(data_dir, limit=limit),
-        "imagenet": lambda: load_imagenet(data_dir, image_size=image_size or 224),
-        "tiny-imagenet": lambda: load_tiny_imagenet(data_dir, image_size=min(image_size or 64, 64)),
-        "imagenet-sample": lambda: load_imagenet_sample(data_dir),
-        "digits": load_digits,
-        "digits2": load_digits2,
-    }
-    if name not in loaders:
+    if name not in _LOADERS:
         raise OptionError(f"There is no data set {name!r}; choose one of {', '.join(names())}.")
-    return loaders[name]()
+    if download and data_dir is None and name in _DOWNLOADABLE:
+        raise OptionError("A download needs a folder to go to: give data_dir (--data-dir DIR).")
+    return _LOADERS[name](_Wanted(data_dir, image_size, limit, download, verify))
 
 
 def load_first(
@@ -92,7 +96,6 @@ def load_first(
     limit: int | None = None,
     download: bool = False,
     verify: bool = True,
-    on_bytes: Callable[[int, int], None] | None = None,
 ) -> Dataset:
     """Load the first of several data sets that is there; a damaged one raises instead of being passed over.
 
@@ -107,15 +110,7 @@ def load_first(
     for fetch in (False, True) if download else (False,):
         for name in choices:
             try:
-                return load(
-                    name,
-                    data_dir,
-                    image_size=image_size,
-                    limit=limit,
-                    download=fetch,
-                    verify=verify,
-                    on_bytes=on_bytes,
-                )
+                return load(name, data_dir, image_size=image_size, limit=limit, download=fetch, verify=verify)
             except MissingDataError as error:
                 reasons.append(str(error))
     raise MissingDataError("\n".join(dict.fromkeys(reasons)))

@@ -62,7 +62,6 @@ def load_cifar10(
     *,
     fetch: bool = False,
     verify: bool = True,
-    on_bytes: Callable[[int, int], None] | None = None,
     mirrors: tuple[str, ...] = _MIRRORS,
 ) -> Dataset:
     """CIFAR-10's 50,000 training images.
@@ -74,7 +73,6 @@ def load_cifar10(
         data_dir: Folder with the files, or with the usual folders that hold them.
         fetch: Download the binary archive into ``data_dir/cifar10`` when nothing is there.
         verify: Compare with the published files.
-        on_bytes: Download progress, see :func:`~kronscope.paper.data.files.download`.
         mirrors: Addresses to download from.
 
     Raises:
@@ -89,7 +87,6 @@ def load_cifar10(
             Path(data_dir) / "cifar10" / _ARCHIVE,
             _ARCHIVE_DIGEST,
             data_set="CIFAR-10",
-            on_bytes=on_bytes,
         )
         files = _tar_members(archive, _BINARY)
     if files is None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import lzma
 import os
-import secrets
-import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from kronscope.errors import DataError, MissingDataError
+from kronscope.support.files import write_atomically
 
 __all__ = ["check_digest", "download", "find_file", "folders", "missing", "read_file"]
 
@@ -69,8 +69,8 @@ def check_digest(name: str, content: bytes, digest: str, *, data_set: str) -> No
     if actual != expected:
         raise DataError(
             f"{name} is not the published file of {data_set}: its {algorithm} should be {expected} "
-            f"and is {actual}. It is damaged, or another data set in the same format. Get it again, or "
-            f"use it as it is (verify=False, --no-verify): results then call the data unverified."
+            f"and is {actual}. It is damaged, or another data set in the same format. Get it again. From "
+            f"Python, kronscope.paper.data.load(..., verify=False) takes it as it is, and calls the data unverified."
         )
 
 
@@ -89,15 +89,7 @@ def missing(
     )
 
 
-def download(
-    urls: Sequence[str],
-    target: Path,
-    digest: str,
-    *,
-    data_set: str,
-    on_bytes: Callable[[int, int], None] | None = None,
-    timeout: float = 60.0,
-) -> Path:
+def download(urls: Sequence[str], target: Path, digest: str, *, data_set: str, timeout: float = 60.0) -> Path:
     """Download a file from the first of ``urls`` that delivers the published bytes.
 
     The file appears under its name only when it is whole and its checksum is right.
@@ -107,51 +99,44 @@ def download(
         target: Where the file shall be; its folder is created.
         digest: The published checksum, ``"md5:…"`` or ``"sha256:…"``.
         data_set: Its name, for messages.
-        on_bytes: Called with the bytes received so far and the total (0 when the server does not say).
         timeout: Seconds without an answer after which the next address is tried.
 
     Raises:
         MissingDataError: No address delivered it.
+        ResultsError: The file cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     failures = []
     for url in urls:
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
-            actual = _receive(url, part, digest.partition(":")[0], on_bytes, timeout)
-            if actual == digest.partition(":")[2]:
-                part.replace(target)
-                return target
-            failures.append(f"{url} sent other bytes (checksum {actual})")
-        except (OSError, urllib.error.URLError) as error:
-            failures.append(f"{url}: {getattr(error, 'reason', error)}")
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+            return write_atomically(target, partial(_receive, url, digest, timeout))
+        except _NotDeliveredError as error:
+            failures.append(str(error))
     raise MissingDataError(
         f"Could not download {data_set}: {'; '.join(failures)}. Download {target.name} by other means, "
         f"put it into {target.parent}, and run again."
     )
 
 
-def _receive(url: str, part: Path, algorithm: str, on_bytes: Callable[[int, int], None] | None, timeout: float) -> str:
+class _NotDeliveredError(Exception):
+    """An address did not deliver the published bytes."""
+
+
+def _receive(url: str, digest: str, timeout: float, file: BinaryIO) -> None:
+    algorithm, _, expected = digest.partition(":")
     checksum = hashlib.new(algorithm, usedforsecurity=False)
+    for block in _blocks(url, timeout):
+        checksum.update(block)
+        file.write(block)
+    if checksum.hexdigest() != expected:
+        raise _NotDeliveredError(f"{url} sent other bytes (checksum {checksum.hexdigest()})")
+
+
+def _blocks(url: str, timeout: float) -> Iterator[bytes]:
     # Some of the old university servers refuse urllib's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "kronscope"})
-    with urllib.request.urlopen(request, timeout=timeout) as response, part.open("wb") as file:
-        total = int(response.headers.get("Content-Length") or 0)
-        received = 0
-        for block in _blocks(response.read):
-            checksum.update(block)
-            file.write(block)
-            received += len(block)
-            if on_bytes is not None:
-                on_bytes(received, total)
-        file.flush()
-        os.fsync(file.fileno())
-    return checksum.hexdigest()
-
-
-def _blocks(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    while block := read(_CHUNK):
-        yield block
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            while block := response.read(_CHUNK):
+                yield block
+    except OSError as error:
+        raise _NotDeliveredError(f"{url}: {getattr(error, 'reason', error)}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,6 @@ def load_mnist2(
     *,
     fetch: bool = False,
     verify: bool = True,
-    on_bytes: Callable[[int, int], None] | None = None,
     mirrors: tuple[str, ...] = _MIRRORS,
 ) -> Dataset:
     """Digits 0 and 1 of MNIST's training set: vectors of 784, one float target each.
@@ -46,7 +44,6 @@ def load_mnist2(
         data_dir: Folder with ``train-images-idx3-ubyte`` and ``train-labels-idx1-ubyte``, also ``.gz``.
         fetch: Download what is missing into ``data_dir/mnist``.
         verify: Compare with the published files.
-        on_bytes: Download progress, see :func:`~kronscope.paper.data.files.download`.
         mirrors: Addresses to download from.
 
     Raises:
@@ -63,7 +60,6 @@ def load_mnist2(
                 Path(data_dir) / "mnist" / f"{name}.gz",
                 _DOWNLOAD[name],
                 data_set="MNIST",
-                on_bytes=on_bytes,
             )
         if path is None:
             raise missing("MNIST", f"{name} (plain, .gz or .xz)", places, downloadable=True)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kronscope.errors import RunError
-from kronscope.paper import runs
-from kronscope.paper.lock import lock_folder
-from kronscope.paper.runs import Run
+from kronscope.runs import Run
+from kronscope.runs.contents import environment
+from kronscope.support.locks import HeldError, lock_folder
 
 _CONFIG = {"workload": "x", "steps": 3, "data": {"name": "y"}, "points": (1, 2)}
 
@@ -28,11 +28,11 @@ def _steps(run: Run) -> list[int]:
 def test_a_new_run_has_config_and_environment_without_names_or_paths(tmp_path):
     with Run.create(tmp_path / "a" / "run", _CONFIG) as run:
         assert json.loads((run.folder / "config.json").read_text())["points"] == [1, 2]
-        environment = (run.folder / "environment.json").read_text()
+        written = (run.folder / "environment.json").read_text()
         assert run.environment["torch"] == str(torch.__version__)
         assert run.environment["threads"] == torch.get_num_threads()
-    assert str(tmp_path) not in environment
-    assert os.path.expanduser("~") not in environment  # noqa: PTH111
+    assert str(tmp_path) not in written
+    assert os.path.expanduser("~") not in written  # noqa: PTH111
     assert not run.done
 
 
@@ -207,8 +207,8 @@ def test_stored_names_stay_inside_the_folder(tmp_path, name):
 
 def test_a_change_of_environment_is_said(tmp_path, monkeypatch):
     Run.create(tmp_path, _CONFIG).close()
-    changed = {**runs.environment(), "threads": 99}
-    monkeypatch.setattr(runs, "environment", lambda: changed)
+    changed = {**environment(), "threads": 99}
+    monkeypatch.setattr("kronscope.runs.run.environment", lambda: changed)
     with pytest.warns(UserWarning, match=r"another environment \(threads: \d+ -> 99\)"):
         Run.open(tmp_path, resume=True).close()
 
@@ -225,7 +225,7 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
 _HOLD = """
 import sys, time
 from pathlib import Path
-from kronscope.paper.lock import lock_folder
+from kronscope.support.locks import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -238,8 +238,10 @@ def test_a_killed_writer_leaves_no_stale_lock(tmp_path):
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(RunError, match=f"process {other.pid}"):
+            with pytest.raises(HeldError, match=f"process {other.pid}"):
                 lock_folder(tmp_path)
+            with pytest.raises(RunError, match=rf"written by another process \(process {other.pid}\)"):
+                Run.create(tmp_path, _CONFIG)
         finally:
             other.send_signal(signal.SIGKILL)
         other.wait()
@@ -247,3 +249,63 @@ def test_a_killed_writer_leaves_no_stale_lock(tmp_path):
     lock.release()
     lock.release()
     assert multiprocessing.active_children() == before
+
+
+def test_a_run_that_fails_before_anything_is_kept_leaves_no_trace(tmp_path):
+    with pytest.raises(ZeroDivisionError), Run.create(tmp_path / "a" / "run", _CONFIG):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), Run.create(tmp_path / "a" / "run", _CONFIG) as run:
+        run.log(1, loss=0.5)
+        raise ZeroDivisionError
+    # and one that has kept something is there to go on with, whatever ends it then
+    with pytest.raises(ZeroDivisionError), Run.open(tmp_path / "a" / "run", resume=True):
+        raise ZeroDivisionError
+    assert Run.open(tmp_path / "a" / "run").config["steps"] == 3
+
+
+def test_a_run_is_finished_only_with_all_it_needs(tmp_path):
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.store("a", {})
+        with pytest.raises(RunError, match=r"without stored/b\.json, results\.json.*--resume"):
+            run.finish(needs=["stored/a.json", "stored/b.json", "results.json"])
+        assert not run.done
+        run.finish(needs=["stored/a.json"])
+        assert run.done
+
+
+def test_a_finished_run_is_not_reopened_where_that_is_not_wanted(tmp_path):
+    with Run.start(tmp_path, _CONFIG) as run:
+        run.finish()
+    Run.start(tmp_path, _CONFIG, resume=True).close()
+    with pytest.raises(RunError, match=r"already holds a run that is finished; choose another folder \(--out\)"):
+        Run.start(tmp_path, _CONFIG, resume=True, reopen=False)
+
+
+def test_lines_can_be_read_while_they_are_written_and_survive_a_kill(tmp_path):
+    """From another process, before the writer closes or flushes anything."""
+    code = (
+        "import os, signal, sys\nfrom kronscope.runs import Run\nrun = Run.create(sys.argv[1], {})\n"
+        "run.log(1, loss=0.5)\nprint('logged', flush=True)\nsys.stdin.readline()\n"
+        "run.log(2, loss=0.25)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "logged\n"
+        assert _steps(Run.open(tmp_path)) == [1]
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+        assert writer.wait() == -signal.SIGKILL
+    assert _steps(Run.open(tmp_path)) == [1, 2]
+
+
+def test_an_environment_that_changed_before_anything_was_kept_is_the_runs_own(tmp_path, monkeypatch):
+    Run.create(tmp_path, _CONFIG).close()
+    changed = {**environment(), "threads": 99}
+    monkeypatch.setattr("kronscope.runs.run.environment", lambda: changed)
+    with pytest.warns(UserWarning, match="another environment"):
+        Run.open(tmp_path, resume=True).close()
+    assert Run.open(tmp_path).environment["threads"] == 99

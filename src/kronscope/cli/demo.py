@@ -1,0 +1,53 @@
+"""``kronscope demo``: Figure 1 on embedded data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kronscope.cli.terminal import ShowTraining, open_console, say_where, unused
+from kronscope.measures import Results
+from kronscope.paper import Experiment, plans, scaled
+from kronscope.paper.outputs import prefixed, write_outputs
+from kronscope.runs import Run
+from kronscope.support.launch import is_first
+
+__all__ = ["command"]
+
+_WORKLOADS = ("digits-linear", "digits-resnet", "digits-vit")
+
+
+def command(
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/demo.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+) -> None:
+    """Figure 1 on embedded data: three small models, table, picture and report, in under two minutes."""
+    if not is_first():
+        return  # it is small enough for one
+    console = open_console()
+    target = unused(Path("runs/demo")) if out is None else out
+    plan = plans.get("figure1")
+    titles, found = {}, {}
+    config = {"command": "demo", "workloads": list(_WORKLOADS), "seed": seed}
+    with Run.start(target, config, resume=True, reopen=False) as run:
+        for name in _WORKLOADS:
+            settings = scaled(name, seed=seed)
+            experiment = Experiment(plan, settings, settings.load_data())
+            titles[name] = settings.definition.title
+            console.print(f"[bold]{titles[name]}[/bold]: {settings.steps} steps", highlight=False)
+            with ShowTraining(console) as show:
+                found[name] = experiment.run(
+                    target / name, resume=True, show=show, show_bars=console.is_terminal, distributed=False
+                )
+        everything = prefixed(found)
+        everything.save(run.results_path)
+        columns = {titles[name]: results.select(layer=results.layers[0]) for name, results in found.items()}
+        reported = {titles[name]: results for name, results in found.items()}
+        written = write_outputs(plan, columns, reported, target, title="kronscope demo: Figure 1 on embedded data")
+        run.finish(needs=["results.json", *(path.name for path in written)])
+    last = {layer: max(row.step for row in everything if row.layer == layer) for layer in everything.layers}
+    final = [row for row in everything if row.step == last[row.layer]]
+    console.print(Results(final, settings={"title": "after training"}))
+    say_where(console, [run.results_path, *written])

@@ -1,0 +1,76 @@
+"""``kronscope measure``: a model of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import kronscope
+from kronscope.cli.terminal import open_console, say_where, unused
+from kronscope.runs.measurement import run_measurement
+from kronscope.support.processes import find_processes
+from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")],
+    data: Annotated[
+        str,
+        typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
+    ],
+    loss: Annotated[str, typer.Option(help="cross-entropy, mse or bce.")] = "cross-entropy",
+    checkpoint: Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="Layer to measure; may be given several times.")] = None,
+    truth: Annotated[str, typer.Option(help="gauss_newton or empirical_fisher.")] = "gauss_newton",
+    labels: Annotated[str | None, typer.Option(help="exact, sampled or real.")] = None,
+    batch_size: Annotated[int, typer.Option(help="The B of the batch lemmas.")] = 1,
+    approximation: Annotated[list[str] | None, typer.Option(help="May be given several times; 'all' for all.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Use only the first samples.")] = None,
+    draws: Annotated[int, typer.Option(help="Label draws per sample.")] = 1,
+    population: Annotated[bool, typer.Option(help="Answer for the population, with error bars.")] = False,
+    estimator: Annotated[str, typer.Option(help="exact or probes.")] = "exact",
+    detail: Annotated[list[str] | None, typer.Option(help="spectrum, exponents, batch_sizes.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of drawn labels and probes.")] = 0,
+    step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
+    memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
+    verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
+) -> None:
+    """Measure a model of yours."""
+    console = open_console()
+    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
+    options: dict[str, Any] = {
+        "layers": layer,
+        "truth": truth,
+        "labels": labels,
+        "batch_size": batch_size,
+        "approximations": list(approximation_names(approximation)),
+        "max_samples": max_samples,
+        "draws": draws,
+        "population": population,
+        "estimator": estimator,
+        "details": detail or [],
+        "seed": seed,
+        "step": step,
+        "memory_budget": memory_budget,
+    }
+    processes = find_processes(None)
+    with processes.failing_together():
+        network = load_model(model, checkpoint)
+        found = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        batches = own_part(found, processes)
+        criterion = load_loss(loss)
+    results, written = run_measurement(
+        out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
+        {**sources, **options},
+        lambda: kronscope.measure(
+            network, criterion, batches, **options, progress=console.is_terminal, verbose=verbose
+        ),
+        processes,
+    )
+    console.print(results)
+    say_where(console, written)

@@ -1,0 +1,42 @@
+"""``kronscope report``: one interactive page from runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kronscope.cli.terminal import open_console, say_where
+from kronscope.errors import OptionError
+from kronscope.measures import Results
+from kronscope.paper import results_so_far
+from kronscope.report import write_report
+from kronscope.support.launch import is_first
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="Run folders or results.json files.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default report.html beside the first results.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
+) -> None:
+    """Write the interactive report of runs: one HTML file that needs no network.
+
+    A run that has not ended is shown as far as it has come.
+    """
+    if not is_first():
+        return
+    files = [path / "results.json" if path.is_dir() else path for path in run]
+    loaded = [results_so_far(path) if path.is_dir() else Results.load(path) for path in run]
+    short = [path.parent.name or str(path) for path in files]
+    names = short if len(set(short)) == len(short) else [str(path) for path in files]
+    if len({path.resolve() for path in files}) < len(files):
+        raise OptionError(f"A run is given twice among {', '.join(map(str, run))}; give each one once.")
+    several = dict(zip(names, loaded, strict=True))
+    target = out or files[0].parent / "report.html"
+    write_report(loaded[0] if len(loaded) == 1 else several, target, title=title)
+    say_where(open_console(), [target])

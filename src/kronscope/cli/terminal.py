@@ -1,0 +1,76 @@
+"""What all commands say and how: the console, where results are, how an experiment goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from kronscope.measures.progress import Bar
+from kronscope.paper.training import Event
+from kronscope.support.launch import is_first
+
+__all__ = ["ShowTraining", "open_console", "say_where", "unused"]
+
+
+def open_console() -> Console:
+    """Standard output; of several processes only one speaks."""
+    return Console(quiet=not is_first())
+
+
+def say_where(console: Console, paths: Iterable[Path]) -> None:
+    """List the files a command has written."""
+    console.print("Written:", highlight=False)
+    for path in dict.fromkeys(paths):
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+def unused(path: Path) -> Path:
+    """The path, or the first with a number after it that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+class ShowTraining:
+    """Shows the events of an experiment: a bar while it trains, a line a measurement where there are no bars.
+
+    Use it in a ``with`` block, which ends the bar.
+
+    Args:
+        console: Where to write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> ShowTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        if event.kind == "train":
+            if self._bar is None:
+                self._bar = Bar(self._console.is_terminal and is_first()).__enter__()
+                self._bar.begin("training", event.steps)
+            self._bar.at(event.step, event.steps, f"training, loss {event.loss:.3f}")
+            return
+        self._stop()  # measurements have bars of their own
+        if not self._console.is_terminal:
+            what = f"measuring at step {event.step} of {event.steps}" if event.kind == "measure" else "training is done"
+            self._console.print(f"  {what}", highlight=False)
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None

@@ -1,0 +1,163 @@
+"""What stands in a run's folder: the environment, records that are only appended to, and the last two checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from kronscope.errors import RunError
+from kronscope.support.callers import callers_level
+from kronscope.support.files import write_atomically
+
+__all__ = ["Checkpoint", "Checkpoints", "Records", "environment", "read_records"]
+
+_PACKAGES = ("kronscope", "numpy", "transformers", "scikit-learn", "pillow")
+_KEEP = 2
+_CHECKPOINT = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and threads: what decides the last digits. No names of people, hosts or folders.
+
+    >>> environment()["torch"] == str(torch.__version__)
+    True
+    """
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        **{name: _version(name) for name in _PACKAGES},
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a file, also while it is written; a last line cut short by a kill is left out."""
+    content = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+
+
+class Records:
+    """A file of records, one line of JSON each, open for writing; it is made with the first one.
+
+    Args:
+        path: The file.
+        size: How many bytes of it to keep; what a killed process wrote after them is dropped.
+
+    Raises:
+        RunError: The file has fewer bytes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "metrics.jsonl"
+    ...     Records(path).append({"step": 1, "loss": 0.5})
+    ...     read_records(path)
+    [{'step': 1, 'loss': 0.5}]
+    """
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        found = path.stat().st_size if path.exists() else 0
+        if found < size:
+            raise RunError(f"{path} is shorter than the last checkpoint says ({size} bytes); it was cut from outside.")
+        if found > size:
+            os.truncate(path, size)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line; it survives the process from here on."""
+        self._open().write(json.dumps(dict(record), allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> int:
+        """Wait until all lines are on the disk; return how many bytes they are."""
+        file = self._open()
+        os.fsync(file.fileno())
+        return file.tell()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            # Unbuffered: a line is with the operating system when append returns, whatever happens to the process.
+            self._file = self._path.open("ab", buffering=0)
+        return self._file
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run after ``step`` training steps, when its records had ``metrics_bytes`` bytes."""
+
+    step: int
+    state: dict[str, Any]
+    metrics_bytes: int = 0
+
+
+class Checkpoints:
+    """The files ``step-<step>-<checksum of the file>.pt`` of a folder.
+
+    Args:
+        folder: The folder; it is made with the first checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write one, then remove all but the last two."""
+        buffer = io.BytesIO()
+        torch.save(vars(checkpoint) | {}, buffer)
+        name = f"step-{checkpoint.step:08d}-{_checksum(buffer.getbuffer())}.pt"
+        write_atomically(self.folder / name, lambda file: file.write(buffer.getbuffer()))
+        for path in self._files()[:-_KEEP]:
+            path.unlink()
+
+    def latest(self, *, remove_damaged: bool = False) -> Checkpoint | None:
+        """The last one that is whole, or None; those passed over are named in a warning."""
+        for path in reversed(self._files()):
+            content = path.read_bytes()
+            # torch.load does not look at checksums, and would take changed weights for good ones.
+            if path.stem.endswith(_checksum(content)):
+                return Checkpoint(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+            warnings.warn(
+                f"{path.name} is damaged; going back to the checkpoint before it.", stacklevel=callers_level()
+            )
+            if remove_damaged:
+                path.unlink()
+        return None
+
+    def _files(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        named = [(match, path) for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
+        return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
+
+
+def _checksum(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

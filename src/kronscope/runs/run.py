@@ -1,0 +1,393 @@
+"""A run's folder: written atomically, locked against a second writer, resumable after a kill at any moment.
+
+::
+
+    config.json          what was asked for; written last when a run is made, so a folder that has it is a run
+    environment.json     versions and machine, without names or paths
+    metrics.jsonl        one line a step
+    checkpoints/         the last two: step-<step>-<checksum of the file>.pt
+    stored/              results of single measurements
+    results.json         the results, when they are there
+    done.json            written when the run is finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kronscope.errors import RunError
+from kronscope.runs.contents import Checkpoint, Checkpoints, Records, environment, read_records
+from kronscope.support.callers import callers_level
+from kronscope.support.files import remove_leftovers, write_json
+from kronscope.support.locks import FileLock, HeldError, lock_folder
+from kronscope.support.processes import ALONE, Processes
+
+__all__ = ["Run"]
+
+_KEPT = ("checkpoints", "stored", "metrics.jsonl", "results.json", "done.json")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Run:
+    """One run's folder, open for writing or only for reading.
+
+    Made by :meth:`start`, :meth:`create` or :meth:`open`; use it in a ``with`` block, or call :meth:`close`. A block that
+    ends with an error before anything was kept leaves the folder as it was before the run was made.
+
+    Several processes may share a run: only the one with rank 0 touches the folder, the others are told what is in it,
+    and every one of them must make the same calls.
+
+    Attributes:
+        folder: The folder.
+        config: What was asked for.
+        processes: The processes that share the run.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Run.create(folder + "/run", {"steps": 2}) as run:
+    ...         run.log(1, loss=0.5)
+    ...         run.checkpoint(1, {"weight": torch.ones(2)})
+    ...         run.log(2, loss=0.25)
+    ...     with Run.open(folder + "/run", resume=True) as run:
+    ...         run.latest().step, run.metrics()
+    (1, [{'step': 1, 'loss': 0.5}])
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], writer: _Writer | None = None, processes: Processes = ALONE
+    ) -> None:
+        self.folder = folder
+        self.config = dict(config)
+        self.processes = processes
+        self._writer = writer
+        self._checkpoints = Checkpoints(folder / "checkpoints")
+
+    # ------------------------------------------------------------------ making and opening
+
+    @classmethod
+    def start(
+        cls,
+        path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        reopen: bool = True,
+        processes: Processes = ALONE,
+    ) -> Run:
+        """Make a run, or go on with the one that is there when ``resume`` is set.
+
+        With ``resume`` and nothing to resume, a run is made: a kill may have come before there was one.
+
+        Args:
+            path: The folder.
+            config: What is asked for, as plain data.
+            resume: Go on with a run of the same configuration.
+            reopen: With ``resume``, also take a run that is finished.
+            processes: The processes that share the run.
+
+        Raises:
+            RunError: There is a run and ``resume`` is not set, or it has another configuration, is finished or in use.
+        """
+        run: Run | None = None
+        with processes.failing_together():
+            if processes.rank == 0:
+                run = cls._start(Path(path), _plain(config), resume, reopen)
+                run.processes = processes
+        return run or cls(Path(path), _plain(config), None, processes)
+
+    @classmethod
+    def _start(cls, folder: Path, config: Mapping[str, Any], resume: bool, reopen: bool) -> Run:
+        if not (folder / "config.json").exists():
+            return cls.create(folder, config)
+        found = cls.open(folder)
+        if not resume:
+            raise RunError(
+                f"{folder} already holds a {'finished ' if found.done else ''}run; go on with it "
+                f"(resume=True, --resume) or choose another folder (--out)."
+            )
+        if found.done and not reopen:
+            raise RunError(
+                f"{folder} already holds a run that is finished; choose another folder (--out), or remove this one first."
+            )
+        differences = _differences(found.config, config)
+        if differences:
+            raise RunError(
+                f"{folder} holds a run with another configuration: {'; '.join(differences)}. "
+                f"Ask for the same, or choose another folder (--out)."
+            )
+        return cls.open(folder, resume=True)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Run:
+        """Make a new run in a folder that holds none.
+
+        Raises:
+            RunError: The folder holds a run, cannot be made, or is in use.
+        """
+        folder = Path(path)
+        _check_free(folder)
+        before = _Before(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"Could not make the folder {folder}: {error.strerror}; choose another (--out).") from error
+        lock = _lock(folder)
+        try:
+            _check_free(folder)  # another process may have been faster
+            run = cls(folder, _plain(config), _Writer(lock, Records(folder / "metrics.jsonl"), before))
+            run._remove_leftovers()
+            write_json(folder / "environment.json", environment())
+            write_json(folder / "config.json", run.config)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Run:
+        """Open a run: to read it, or with ``resume`` to go on from its last checkpoint.
+
+        Resuming takes the lock and drops what was logged after the checkpoint, since it will be logged again.
+
+        Raises:
+            RunError: There is no run, it is damaged, or (with ``resume``) in use.
+        """
+        folder = Path(path)
+        config = _read_json(folder / "config.json")
+        if config is None:
+            raise RunError(f"{folder} holds no run: there is no config.json. Give the folder a run was written to.")
+        run = cls(folder, config)
+        if not resume:
+            return run
+        lock = _lock(folder)
+        try:
+            run._remove_leftovers()
+            checkpoint = run._checkpoints.latest(remove_damaged=True)
+            kept = 0 if checkpoint is None else checkpoint.metrics_bytes
+            run._writer = _Writer(lock, Records(folder / "metrics.jsonl", kept))
+            run._compare_environment()
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def _remove_leftovers(self) -> None:
+        for folder in (self.folder, self._checkpoints.folder, self.folder / "stored"):
+            remove_leftovers(folder)
+
+    def _compare_environment(self) -> None:
+        now, before = environment(), self.environment
+        changed = [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
+        if not changed:
+            return
+        if not self._keeps_something():
+            write_json(self.folder / "environment.json", now)
+        warnings.warn(
+            f"This run was begun under another environment ({'; '.join(changed)}); its numbers may "
+            f"differ in the last digits from those of an undisturbed run.",
+            stacklevel=callers_level(),
+        )
+
+    # ------------------------------------------------------------------ ending
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        writer = self._writer
+        if error is not None and writer is not None and writer.before is not None and not self._keeps_something():
+            writer.before.restore(writer.lock)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder. Everything is on disk already."""
+        if self._writer is not None:
+            self._writer.records.close()
+            self._writer.lock.release()
+            self._writer = None
+
+    def finish(self, needs: Iterable[str] = ()) -> None:
+        """Mark the run as finished, once everything it needs is on disk.
+
+        Args:
+            needs: Files that a finished run has, by their names in the folder.
+
+        Raises:
+            RunError: One of them is missing.
+        """
+
+        def mark() -> None:
+            self._writing()
+            missing = [name for name in needs if not (self.folder / name).is_file()]
+            if missing:
+                raise RunError(
+                    f"{self.folder} cannot be finished without {', '.join(missing)}: somebody removed what the run had "
+                    "written. Go on with the run (resume=True, --resume); it makes what is missing again."
+                )
+            write_json(self.folder / "done.json", {"finished": True})
+
+        self.processes.on_rank_0(mark)
+
+    # ------------------------------------------------------------------ what is in it
+
+    @property
+    def results_path(self) -> Path:
+        """Where the results belong: ``results.json``."""
+        return self.folder / "results.json"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the run was made under."""
+        return self.processes.on_rank_0(lambda: _read_json(self.folder / "environment.json") or {})
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`finish` was called."""
+        return self.processes.on_rank_0((self.folder / "done.json").exists)
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Append one line to ``metrics.jsonl``. Only what repeats exactly belongs there: no times.
+
+        The only method that waits for no other process.
+        """
+        if self.processes.rank == 0:
+            # JSON has no NaN and no infinity.
+            values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._writing().records.append({"step": step, **values})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines logged so far; a last line cut short by a kill is left out."""
+        return self.processes.on_rank_0(lambda: read_records(self.folder / "metrics.jsonl"))
+
+    def store(self, name: str, content: Mapping[str, Any]) -> None:
+        """Keep a single result under a name, so that a resumed run need not compute it again."""
+
+        def write() -> None:
+            self._writing()
+            write_json(self._stored_path(name), content)
+
+        self.processes.on_rank_0(write)
+
+    def stored(self, name: str) -> dict[str, Any] | None:
+        """What was stored under that name, or None."""
+        return self.processes.on_rank_0(lambda: _read_json(self._stored_path(name)))
+
+    def stored_names(self) -> list[str]:
+        """The names under which something is stored."""
+        return self.processes.on_rank_0(lambda: [path.stem for path in (self.folder / "stored").glob("*.json")])
+
+    def checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save the state after ``step`` steps (tensors and plain values), keeping the last two."""
+
+        def save() -> None:
+            # The lines a checkpoint counts on must reach the disk before it does.
+            self._checkpoints.save(Checkpoint(step, dict(state), self._writing().records.sync()))
+
+        self.processes.all_gather_object(step)  # every process has written what belongs to the state
+        self.processes.on_rank_0(save)
+
+    def latest(self) -> Checkpoint | None:
+        """The last checkpoint, or None when there is none."""
+        return self.processes.on_rank_0(self._checkpoints.latest)
+
+    def _stored_path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise RunError(f"A stored result needs a name of letters, digits, '.', '_' and '-', got {name!r}.")
+        return self.folder / "stored" / f"{name}.json"
+
+    def _writing(self) -> _Writer:
+        if self._writer is None:
+            raise RunError(f"{self.folder} is open for reading only, or closed; open it with resume=True.")
+        return self._writer
+
+    def _keeps_something(self) -> bool:
+        return any((self.folder / name).exists() for name in _KEPT)
+
+
+class _Writer:
+    """What the one who writes to a folder holds: its lock, the open records, and what was there before a new run."""
+
+    def __init__(self, lock: FileLock, records: Records, before: _Before | None = None) -> None:
+        self.lock, self.records, self.before = lock, records, before
+
+
+class _Before:
+    """What was there before a run was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._locked = (folder / ".lock").exists()
+        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    def restore(self, lock: FileLock) -> None:
+        """Remove what is there now and was not; the lock goes last, since from then on another may write."""
+        for name in ("config.json", "environment.json"):
+            (self._folder / name).unlink(missing_ok=True)
+        if not self._locked:
+            lock.remove()
+        for path in self._new_folders:
+            with contextlib.suppress(OSError):  # it has content
+                path.rmdir()
+
+
+def _lock(folder: Path) -> FileLock:
+    try:
+        return lock_folder(folder)
+    except HeldError as error:
+        holder = f" ({error})" if str(error) else ""
+        raise RunError(
+            f"{folder} is being written by another process{holder}; wait until it ends, or choose another folder "
+            "(--out)."
+        ) from error
+    except OSError as error:
+        raise RunError(f"Could not write to {folder}: {error.strerror}; choose another folder (--out).") from error
+
+
+def _check_free(folder: Path) -> None:
+    if (folder / "config.json").exists():
+        raise RunError(f"{folder} already holds a run; choose another folder (--out), or remove this one first.")
+    remains = [name for name in _KEPT if (folder / name).exists()]
+    if remains:
+        raise RunError(
+            f"{folder} has {', '.join(remains)} of another run but no config.json; "
+            f"remove them, or choose another folder (--out)."
+        )
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
+    return plain
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be read ({error}); the run is damaged: choose another folder (--out)."
+        ) from error
+    return content
+
+
+def _differences(before: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in sorted({*before, *asked}):
+        old, new = before.get(key), asked.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} is {old!r} there, {new!r} was asked")
+    return found
