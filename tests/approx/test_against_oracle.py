@@ -13,7 +13,8 @@ import kronscope as ks
 from kronscope import approx
 from kronscope.approx.kfac import kfac_factors
 from kronscope.errors import ConvergenceError, NotFactoredError
-from kronscope.gradients.stream import DenseAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.testing import StreamRecipe, oracle
 from kronscope.testing.strategies import chunked, streams
 from tests.curvature.lazy import formed, lazy, single

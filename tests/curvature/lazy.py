@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kronscope.gradients.stream import Atoms, DenseAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.testing.strategies import chunked
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kronscope.curvature import FormPlan, SecondMoment, pairs, pieces, second_moment
 from kronscope.errors import MemoryBudgetError, ShapeError
 from kronscope.gradients import stream as streams_module
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Diagonal, EigenbasisDiagonal, Identity, KroneckerProduct, KroneckerSum, Operator
 from kronscope.testing import StreamRecipe, oracle
 from kronscope.testing.strategies import chunked, seeds, streams

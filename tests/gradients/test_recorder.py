@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kronscope.errors import DataError, LabelError, LayerError, ModelError, NonFiniteError, OptionError
 from kronscope.gradients import capture
+from kronscope.gradients.atoms import DenseAtoms, FactoredAtoms
 from kronscope.gradients.capture import Recorder
 from kronscope.gradients.matrices import resolve_layers
-from kronscope.gradients.stream import DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.stream import GradientStream
 from tests.gradients import zoo
 from tests.gradients.naive import batches, close, matrices, plain_call, stream_matrices
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
 from kronscope.gradients import stream as module
-from kronscope.gradients.stream import DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.testing import StreamRecipe, oracle
 
 

@@ -95,7 +95,7 @@ def test_draw_norms_are_unbiased_for_exact_labels() -> None:
 
 
 def _columns(grads: Tensor, *, draws: bool = False) -> ks.GradientStream:
-    from kronscope.gradients.stream import DenseAtoms
+    from kronscope.gradients.atoms import DenseAtoms
 
     count = len(grads)
     weights = torch.full((count,), 1 / count, dtype=torch.float64)

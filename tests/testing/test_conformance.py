@@ -12,7 +12,8 @@ from torch import Tensor
 
 import kronscope as ks
 from kronscope.errors import ConformanceError, ConvergenceError
-from kronscope.gradients.stream import DenseAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Diagonal, Identity, KroneckerProduct, Operator
 from kronscope.testing import StreamRecipe, check_approximation, check_operator
 

@@ -12,7 +12,8 @@ from hypothesis import find, given, settings
 from torch import Tensor
 
 from kronscope.errors import MissingExtraError, OptionError
-from kronscope.gradients.stream import DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.testing import StreamRecipe, oracle, strategies
 
 

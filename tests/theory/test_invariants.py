@@ -15,7 +15,8 @@ import kronscope as ks
 from kronscope import approx
 from kronscope.curvature.pairs import pair_squares
 from kronscope.errors import ConvergenceError
-from kronscope.gradients.stream import DenseAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import EigenbasisDiagonal, KroneckerProduct
 from kronscope.measures import batch_stream, kronecker_spectrum
 from kronscope.testing import StreamRecipe, oracle

@@ -11,7 +11,8 @@ from torch import Tensor
 from kronscope.approx.registry import register
 from kronscope.curvature import SecondMoment
 from kronscope.errors import NotFactoredError
-from kronscope.gradients.stream import FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import EigenbasisDiagonal, KroneckerProduct, PsdFactor, mode_gram
 
 __all__ = ["EigenvalueCorrectedKfac", "KfacExpand", "KfacReduce"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 
 __all__ = ["assembled_kernels", "factor_kernels", "pair_squares"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kronscope.gradients.stream import Atoms, FactoredAtoms
+from kronscope.gradients.atoms import Atoms, FactoredAtoms
 
 __all__ = ["bounded", "own_gram", "rotated_squares", "split"]
 

@@ -16,7 +16,8 @@ from kronscope.curvature.pairs import assembled_kernels, pair_squares
 from kronscope.curvature.pieces import bounded, own_gram, rotated_squares, split
 from kronscope.curvature.tiles import Pieces, over_pairs
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import (
     Diagonal,
     EigenbasisDiagonal,

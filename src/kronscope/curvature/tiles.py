@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.support.processes import Processes
 
 __all__ = ["Pieces", "over_pairs"]

@@ -1,8 +1,10 @@
 """From a model, a loss and data to streams of per-sample gradient atoms, one stream per layer."""
 
-from kronscope.gradients.capture import LayerPlan, Recorder
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.capture import Recorder
+from kronscope.gradients.layer_plan import LayerPlan
 from kronscope.gradients.matrices import LayerSpec, resolve_layers
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.stream import GradientStream
 
 __all__ = [
     "Atoms",

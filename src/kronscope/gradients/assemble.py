@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.sample_axes import SampleAxis
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.uses import Use
 
 __all__ = ["Assembler", "DenseAssembler", "FactoredAssembler", "UsePart", "Sizes", "parts_of"]

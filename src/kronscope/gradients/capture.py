@@ -10,62 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from kronscope.errors import LayerError, ModelError, NonFiniteError, OptionError
+from kronscope.gradients.atoms import Atoms
 from kronscope.gradients.chunk import ChunkCapture, check_finite
 from kronscope.gradients.data import Batch, Batches, map_tensors, tensors_of
 from kronscope.gradients.forward import Forward, ForwardFunction, common_device
 from kronscope.gradients.guard import untouched
+from kronscope.gradients.layer_plan import LayerPlan
 from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
-from kronscope.gradients.stream import Atoms, GradientStream
+from kronscope.gradients.stream import GradientStream
 from kronscope.support.processes import ALONE, Processes
 
-__all__ = ["LayerPlan", "Recorder"]
+__all__ = ["Recorder"]
 
 BACKENDS = ("auto", "hooks", "func")
 FORMS = ("auto", "factored", "dense")
 _BLOWN_UP_RATIO = 8
 _BLOWN_UP_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """How a layer will be captured, and how large its atoms are.
-
-    Attributes:
-        name: The layer.
-        shape: Its rows and columns.
-        backend: ``"hooks"``, ``"func"`` or ``"loop"``.
-        reason: Why this back end.
-        form: ``"factored"`` or ``"dense"``: what ``form="auto"`` gives.
-        columns: Columns c per sample.
-        positions: Positions t per sample of the factored form, 0 if there is none.
-        factored_bytes: Bytes per sample in factored form, ``None`` if there is none.
-        dense_bytes: Bytes per sample in dense form.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    backend: str
-    reason: str
-    form: str
-    columns: int
-    positions: int
-    factored_bytes: int | None
-    dense_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per sample in the form chosen."""
-        return self.dense_bytes if self.form == "dense" or self.factored_bytes is None else self.factored_bytes
-
-    def __str__(self) -> str:
-        """One line to print."""
-        m, n = self.shape
-        return (
-            f"{self.name} ({m}x{n}): {self.backend}, {self.form}, {self.columns} columns, {self.positions} positions, "
-            f"{self.bytes} bytes per sample; {self.reason}"
-        )
 
 
 @dataclass(frozen=True)
@@ -80,22 +42,23 @@ class _Request:
 
 
 class Recorder:
-    r"""Captures per-sample gradient atoms of chosen layers.
+    r"""Captures the gradients of every sample for chosen layers, as one :class:`GradientStream` per layer.
 
-    Building one sweeps the data once (to count and check it) and tries the back ends on a few samples. The model is
-    measured in eval mode and left exactly as found.
+    Making one reads the data once, to count and check it, and tries on a few samples which back end is right for each
+    layer. The model is run in eval mode and left exactly as it was.
 
     Args:
         model: The model.
         loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
-        data: A re-iterable of pairs ``(inputs, targets)``, first dimension = samples.
+        data: Pairs ``(inputs, targets)``, first dimension = samples, that can be iterated several times.
         specs: The layers, from :func:`~kronscope.gradients.matrices.resolve_layers`.
         forward: ``(model, inputs) -> logits`` for models with their own conventions.
         max_samples: Use only the first samples.
-        seed: For ``labels="sampled"``.
-        backend: ``"auto"``, ``"hooks"`` or ``"func"``.
+        seed: For the labels drawn with ``labels="sampled"``.
+        backend: ``"hooks"`` (from inputs and output gradients of each layer), ``"func"`` (``torch.func``), or
+            ``"auto"``: the first of these that gives the right gradients.
         chunk_bytes: Atoms of one chunk stay below this (but a chunk has at least one sample).
-        progress: Called with the samples done and the samples in all, during every sweep.
+        progress: Called with the samples done and the samples in all, during every pass over the data.
         skip_unreached: Leave out layers that the loss does not reach (listed in ``unreached``) instead of raising.
         processes: The processes whose data together is the data, in the order of ranks.
 
@@ -207,18 +170,20 @@ class Recorder:
         form: str = "auto",
         seed: int | None = None,
     ) -> dict[str, GradientStream]:
-        """Capture atoms, one stream per layer.
+        """Capture gradients, one stream per layer.
 
         Args:
             labels: ``"exact"``, ``"sampled"`` or ``"real"``.
             draws: Draws per sample for ``"sampled"``.
             names: The layers; ``None`` for all.
-            cache: One sweep for all layers now, atoms kept in memory; or one sweep per layer and iteration.
-            form: ``"factored"`` (where there is one), ``"dense"``, or ``"auto"``: factored unless that is much larger.
-            seed: Another seed than the recorder's.
+            cache: True makes one pass over the data now and keeps the gradients of all layers in memory; False makes
+                one pass for each layer whenever its stream is iterated.
+            form: ``"factored"`` (where the layer has that form), ``"dense"``, or ``"auto"``: factored unless that takes
+                much more memory.
+            seed: To draw labels with another seed than the recorder's.
 
         Returns:
-            A stream for every layer, weights 1/N.
+            A stream for every layer, with weights 1/N.
 
         Raises:
             LabelError: Labels do not fit the outputs.

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from kronscope.errors import ModelError, NonFiniteError
 from kronscope.gradients.assemble import Assembler, DenseAssembler, FactoredAssembler, parts_of
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
@@ -18,7 +19,6 @@ from kronscope.gradients.losses import Columns
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.probe import Routes, UseKey, agree, leading_shape, matches
 from kronscope.gradients.sample_axes import SampleAxis
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.uses import Use
 
 __all__ = ["ChunkCapture", "check_finite"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
+from kronscope.gradients.atoms import DenseAtoms
 from kronscope.gradients.history_parts import (
     check_averaged,
     folder_of_process,
@@ -24,7 +25,7 @@ from kronscope.gradients.history_parts import (
 from kronscope.gradients.history_weights import history_weights
 from kronscope.gradients.optimizer_gradients import OptimizerGradients
 from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
-from kronscope.gradients.stream import DenseAtoms, GradientStream
+from kronscope.gradients.stream import GradientStream
 from kronscope.support.checks import count
 from kronscope.support.processes import ALONE, Processes, find_processes
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from kronscope.errors import ModelError, NonFiniteError
 from kronscope.gradients.assemble import DenseAssembler, FactoredAssembler, Sizes, parts_of
+from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
 from kronscope.gradients.interception import UseRecorder
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.sample_axes import SampleAxis, candidate_axes, fitting_axes
-from kronscope.gradients.stream import Atoms, FactoredAtoms
 from kronscope.gradients.uses import ConvUse, Use
 
 __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape", "matches"]

@@ -1,149 +1,35 @@
-r"""Weighted gradient atoms, in chunks that can be iterated again and again.
-
-Every matrix kronscope looks at is
-:math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top` over samples *i* and columns *c*
-(one per class direction or label draw). A stream delivers the atoms :math:`(w_i, G_{i\cdot})` chunk by chunk, whole
-(:class:`DenseAtoms`) or factored (:class:`FactoredAtoms`).
-"""
+"""Streams of gradient atoms: chunks that can be iterated again and again, on one process or several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms, joined, mixed
 from kronscope.support.processes import ALONE, Processes
 
-__all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "GradientStream"]
+__all__ = ["GradientStream"]
 
 # Bytes of one chunk of an in-memory stream: large enough for full GEMM speed, small beside the data itself.
 _CHUNK_BYTES = 64 << 20
 _KEEP_BYTES = 3 << 30
 
 
-@dataclass(frozen=True)
-class DenseAtoms:
-    """A chunk of whole gradients.
-
-    Attributes:
-        grads: Gradients (k, c, m, n): k samples, c columns each.
-        weights: Weights (k,) of the samples, float64.
-        samples: Numbers (k,) of the samples in data order.
-    """
-
-    grads: Tensor
-    weights: Tensor
-    samples: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The (m, n) of a gradient."""
-        return self.grads.shape[2], self.grads.shape[3]
-
-    @property
-    def columns(self) -> int:
-        """Columns of each sample."""
-        return self.grads.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients."""
-        return self.grads.numel() * self.grads.element_size()
-
-    def dense(self) -> DenseAtoms:
-        """Return itself."""
-        return self
-
-    def part(self, start: int, stop: int) -> DenseAtoms:
-        """Return samples ``start`` to ``stop`` of the chunk."""
-        return DenseAtoms(self.grads[start:stop], self.weights[start:stop], self.samples[start:stop])
-
-    def wide(self) -> DenseAtoms:
-        """Return the chunk in float64."""
-        return replace(self, grads=self.grads.double())
-
-
-@dataclass(frozen=True)
-class FactoredAtoms:
-    r"""A chunk of factored gradients :math:`G_{ic} = B_{ic}^\top A_{ic}` with t positions.
-
-    Attributes:
-        row_factors: :math:`B` (k, c or 1, t, m); for a linear layer the gradients of its outputs.
-        col_factors: :math:`A` (k, c or 1, t, n); for a linear layer its inputs, shared by all columns.
-        weights: Weights (k,) of the samples, float64.
-        samples: Numbers (k,) of the samples in data order.
-        row_inputs: For each position whether its row factor is the layer's input and its column factor the gradient,
-            where a weight is used both ways (a tied embedding and head); empty where the side without columns is the
-            input.
-    """
-
-    row_factors: Tensor
-    col_factors: Tensor
-    weights: Tensor
-    samples: Tensor
-    row_inputs: tuple[bool, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The (m, n) of a gradient."""
-        return self.row_factors.shape[3], self.col_factors.shape[3]
-
-    @property
-    def columns(self) -> int:
-        """Columns of each sample."""
-        return max(self.row_factors.shape[1], self.col_factors.shape[1])
-
-    @property
-    def positions(self) -> int:
-        """Positions that share the weight: sequence entries, pixels of a convolution, uses of a tied weight."""
-        return self.row_factors.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the factors."""
-        return sum(f.numel() * f.element_size() for f in (self.row_factors, self.col_factors))
-
-    def dense(self) -> DenseAtoms:
-        """Form the gradients."""
-        rows, cols = self.row_factors, self.col_factors
-        if cols.shape[1] == 1 < rows.shape[1]:
-            # one product for all columns of a sample: broadcasting would copy the shared side for each
-            k, c, t, m = rows.shape
-            grads = rows.permute(0, 1, 3, 2).reshape(k, c * m, t) @ cols.squeeze(1)
-            return DenseAtoms(grads.view(k, c, m, -1), self.weights, self.samples)
-        return DenseAtoms(rows.mT @ cols, self.weights, self.samples)
-
-    def part(self, start: int, stop: int) -> FactoredAtoms:
-        """Return samples ``start`` to ``stop`` of the chunk."""
-        cut = slice(start, stop)
-        return replace(
-            self,
-            row_factors=self.row_factors[cut],
-            col_factors=self.col_factors[cut],
-            weights=self.weights[cut],
-            samples=self.samples[cut],
-        )
-
-    def wide(self) -> FactoredAtoms:
-        """Return the chunk in float64."""
-        return replace(self, row_factors=self.row_factors.double(), col_factors=self.col_factors.double())
-
-
-Atoms = DenseAtoms | FactoredAtoms
-
-
 class GradientStream:
-    """Weighted atoms of one (m, n) layer, re-iterable, in chunks.
+    r"""The weighted gradients of one (m, n) layer, sample by sample: what a second-moment matrix is made of.
 
-    Iterating calls ``source`` anew and must give the same chunks in the same order every time. Build one from tensors
-    with :meth:`from_tensors` or :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
+    A stream stands for :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top`
+    over samples *i* and columns *c* (one per class direction or label draw). Make one with :meth:`from_tensors` or
+    :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
 
-    Under torch.distributed the atoms may be spread over processes (``processes``): iterating then gives this process's
-    own, ``num_samples`` and sample numbers count all of them, and every sum over atoms goes through :meth:`sums`.
+    Iterating gives chunks of samples, the same ones in the same order each time. Where the samples are spread over
+    several processes, iterating gives those of this process; ``num_samples`` and the numbers of samples count all, and
+    sums over samples are taken with :meth:`sums`.
 
     >>> stream = GradientStream.from_tensors(torch.ones(4, 2, 3))
     >>> stream.shape, stream.num_samples, stream.total_weight()
@@ -252,7 +138,7 @@ class GradientStream:
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
         parts: list[Atoms] = []
-        for chunk in _joined(chunks):
+        for chunk in joined(chunks, _CHUNK_BYTES):
             step = max(1, _CHUNK_BYTES * len(chunk.weights) // max(chunk.nbytes, 1))
             parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
         own = sum(len(chunk.weights) for chunk in chunks)
@@ -327,7 +213,7 @@ class GradientStream:
 
         def chunks() -> Iterator[Atoms]:
             for chunk, spare in zip(mine(), theirs(), strict=True):
-                yield _mixed(chunk, spare, taken.to(chunk.samples.device)[chunk.samples])
+                yield mixed(chunk, spare, taken.to(chunk.samples.device)[chunk.samples])
 
         return self._derived(chunks, self.num_samples, self.own_samples)
 
@@ -363,50 +249,6 @@ class GradientStream:
         )
         made.keep_bytes = self.keep_bytes
         return made
-
-
-def _mixed(chunk: Atoms, spare: Atoms, taken: Tensor) -> Atoms:
-    where = taken.view(-1, 1, 1, 1)
-    if isinstance(chunk, DenseAtoms):
-        return replace(chunk, grads=torch.where(where, spare.dense().grads, chunk.grads))
-    assert isinstance(spare, FactoredAtoms)
-    return replace(
-        chunk,
-        row_factors=torch.where(where, spare.row_factors, chunk.row_factors),
-        col_factors=torch.where(where, spare.col_factors, chunk.col_factors),
-    )
-
-
-def _joined(chunks: Iterable[Atoms]) -> Iterator[Atoms]:
-    """Join neighbours of one form up to the size of a chunk, so that many small batches do not mean small products."""
-    waiting: list[Atoms] = []
-    for chunk in chunks:
-        fits = sum(part.nbytes for part in waiting) + chunk.nbytes <= _CHUNK_BYTES
-        if waiting and not (fits and _form(waiting[0]) == _form(chunk)):
-            yield _concatenated(waiting)
-            waiting = []
-        waiting.append(chunk)
-    yield _concatenated(waiting)
-
-
-def _form(atoms: Atoms) -> tuple[object, ...]:
-    tensors = (atoms.grads,) if isinstance(atoms, DenseAtoms) else (atoms.row_factors, atoms.col_factors)
-    way = () if isinstance(atoms, DenseAtoms) else atoms.row_inputs
-    return (type(atoms), way, *((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors))
-
-
-def _concatenated(parts: list[Atoms]) -> Atoms:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    if isinstance(first, DenseAtoms):
-        return DenseAtoms(joined("grads"), joined("weights"), joined("samples"))
-    factors = joined("row_factors"), joined("col_factors")
-    return FactoredAtoms(*factors, joined("weights"), joined("samples"), first.row_inputs)
 
 
 def _checked(values: Tensor, what: str) -> Tensor:

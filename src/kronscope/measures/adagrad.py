@@ -12,9 +12,10 @@ from torch import Tensor
 from kronscope.approx import Approximation, Optimal, OptimalFit, options_of, several, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
+from kronscope.gradients.atoms import Atoms
 from kronscope.gradients.history import GradientHistory
 from kronscope.gradients.history_weights import history_weights
-from kronscope.gradients.stream import Atoms, GradientStream
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError
-from kronscope.gradients.stream import Atoms, DenseAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 from kronscope.measures.cosines import cosine
 

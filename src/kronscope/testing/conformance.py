@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kronscope.approx import Approximation
 from kronscope.errors import ConformanceError, ConvergenceError, NotFactoredError
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Diagonal, EigenbasisDiagonal, Identity, KroneckerProduct, KroneckerSum, Operator
 from kronscope.testing import oracle
 from kronscope.testing.strategies import StreamRecipe, chunked

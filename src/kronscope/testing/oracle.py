@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import ConvergenceError, NotFactoredError, OptionError
-from kronscope.gradients.stream import DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 from kronscope.testing.jacobians import (
     ModelAtoms,
     empirical_fisher,

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import MissingExtraError, OptionError
-from kronscope.gradients.stream import Atoms, DenseAtoms, FactoredAtoms, GradientStream
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
