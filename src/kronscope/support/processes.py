@@ -6,12 +6,14 @@ Code that may run on several processes is written once, with the methods of :cla
 
 from __future__ import annotations
 
+import hashlib
 import math
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -24,7 +26,7 @@ from kronscope.errors import DistributedError, OptionError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALONE", "GroupProcesses", "Processes", "find_processes"]
+__all__ = ["ALONE", "Difference", "GroupProcesses", "Processes", "explained", "find_processes"]
 
 # How long the others may take to reach a barrier; the work before one differs by less between processes.
 BARRIER_SECONDS = 120.0
@@ -57,6 +59,41 @@ def find_processes(distributed: bool | ProcessGroup | None) -> Processes:
     if dist.get_rank(group) < 0:
         raise OptionError("distributed is a process group that this process is not a member of; do not call it here.")
     return GroupProcesses(group) if dist.get_world_size(group) > 1 else ALONE
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn the failure of a collective call into an error that says what to do.
+
+    >>> with explained("Gathering"):
+    ...     raise RuntimeError("connection closed by peer")
+    Traceback (most recent call last):
+    kronscope.errors.DistributedError: Gathering failed: connection closed by peer. Another process has probably ...
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"{what} failed: {error}. Another process has probably died, hangs, or does something else; look at its "
+            "log. The others cannot go on without it: start all processes again, training from the last checkpoint."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A named value that is not the same on all processes.
+
+    Attributes:
+        name: Its name.
+        first: Its text on rank 0; ``"missing"`` where there is none.
+        other: Its text on another process.
+        rank: That process's rank, the first that differs from rank 0.
+    """
+
+    name: str
+    first: str
+    other: str
+    rank: int
 
 
 class Processes(ABC):
@@ -99,8 +136,24 @@ class Processes(ABC):
         with self.failing_together():
             if self.rank == 0:
                 value = action()
-        given: _T = self.broadcast_object(value)
-        return given
+        return self.broadcast_object(value)  # type: ignore[no-any-return]
+
+    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        """Check that ``what`` was called alike on all processes: named values, compared by their texts, are the same.
+
+        Raises:
+            DistributedError: some differ; the text names them.
+        """
+        found = [
+            f"{one.name} is {_shortened(one.first)} on process 0 and {_shortened(one.other)} on process {one.rank}"
+            for one in self.differences(values)
+        ]
+        if found:
+            more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+            raise DistributedError(
+                f"{what} must be called alike on every process, but {'; '.join(found[:5])}{more}. "
+                "Only the data may differ."
+            )
 
     @abstractmethod
     def barrier(self, what: str) -> None:
@@ -114,12 +167,8 @@ class Processes(ABC):
         """
 
     @abstractmethod
-    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
-        """Check that named values, compared by their texts, are the same on all processes.
-
-        Raises:
-            DistributedError: some differ; the text names them, and ``what`` was called with them.
-        """
+    def differences(self, values: Mapping[str, Any]) -> list[Difference]:
+        """Compare named values, by their texts, with those of rank 0; return the names that some process differs in."""
 
     @abstractmethod
     def failing_together(self) -> AbstractContextManager[None]:
@@ -164,8 +213,8 @@ class _Alone(Processes):
     def barrier(self, what: str) -> None:
         pass
 
-    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
-        pass
+    def differences(self, values: Mapping[str, Any]) -> list[Difference]:
+        return []
 
     def failing_together(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -230,22 +279,20 @@ class GroupProcesses(Processes):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def check_equal(self, what: str, values: Mapping[str, Any]) -> None:
-        """Gather the texts of all processes and compare them with those of rank 0."""
-        texts = self.all_gather_object({name: str(value) for name, value in values.items()})
+    def differences(self, values: Mapping[str, Any]) -> list[Difference]:
+        """Gather a checksum of all texts, and the texts themselves only where those differ."""
+        own = {name: str(value) for name, value in values.items()}
+        digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
+        if len(set(self.all_gather_object(digest))) == 1:
+            return []
         found = []
+        texts = self.all_gather_object(own)
         for name in dict.fromkeys(name for other in texts for name in other):
-            for rank, other in enumerate(texts):
-                if other.get(name) != texts[0].get(name):
-                    here, there = (_shortened(text.get(name)) for text in (texts[0], other))
-                    found.append(f"{name} is {here} on process 0 and {there} on process {rank}")
-                    break
-        if found:
-            more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
-            raise DistributedError(
-                f"{what} must be called alike on every process, but {'; '.join(found[:5])}{more}. "
-                "Only the data may differ."
-            )
+            every = [other.get(name, "missing") for other in texts]
+            rank = next((rank for rank, text in enumerate(every) if text != every[0]), 0)
+            if rank:
+                found.append(Difference(name, every[0], every[rank], rank))
+        return found
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -256,7 +303,8 @@ class GroupProcesses(Processes):
         except BaseException as error:  # noqa: BLE001  # raised when the others know
             failure = error
         flag = torch.tensor([failure is not None], dtype=torch.int32, device=self._wire)
-        dist.all_reduce(flag, group=self._group)
+        with explained("Exchanging whether all is well"):
+            dist.all_reduce(flag, group=self._group)
         if int(flag):
             raise self._exchanged(failure)
 
@@ -290,7 +338,8 @@ class GroupProcesses(Processes):
             failure = error
             wire.zero_()
             wire[0] = 1.0
-        dist.all_reduce(wire, group=self._group)
+        with explained("Adding up numbers over processes"):
+            dist.all_reduce(wire, group=self._group)
         if float(wire[0]):
             raise self._exchanged(failure)
         totals = wire[1:].split(sizes)
@@ -302,15 +351,16 @@ class GroupProcesses(Processes):
     def all_gather_object(self, value: _T) -> list[_T]:
         """Call ``torch.distributed.all_gather_object``."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self._group)
+        with explained("Gathering from all processes"):
+            dist.all_gather_object(out, value, group=self._group)
         return out
 
     def broadcast_object(self, value: _T, src: int = 0) -> _T:
         """Call ``torch.distributed.broadcast_object_list``."""
-        box: list[Any] = [value if self.rank == src else None]
-        dist.broadcast_object_list(box, src=self._global(src), group=self._group, device=self._wire)
-        given: _T = box[0]
-        return given
+        box = [value]
+        with explained(f"Receiving from process {src}"):
+            dist.broadcast_object_list(box, src=self._global(src), group=self._group, device=self._wire)
+        return box[0]
 
     def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, src: int = 0) -> Tensor:
         """Call ``torch.distributed.broadcast`` on a device that the backend sends from."""
@@ -319,7 +369,8 @@ class GroupProcesses(Processes):
         else:
             wire = torch.empty(tuple(shape), dtype=dtype, device=self._wire)
         if wire.numel():
-            dist.broadcast(wire, src=self._global(src), group=self._group)
+            with explained(f"Receiving from process {src}"):
+                dist.broadcast(wire, src=self._global(src), group=self._group)
         return wire if tensor is None else tensor
 
     def local_world_size(self) -> int:
@@ -344,7 +395,5 @@ def _store() -> Any:
         return None
 
 
-def _shortened(text: str | None) -> str:
-    if text is None:
-        return "missing"
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
