@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from kronscope.errors import DistributedError, GradientError
 from kronscope.optim.config import encode
-from kronscope.optim.parallel.collectives import gather_flat, gather_objects, sum_over
+from kronscope.optim.parallel.collectives import gather_flat, sum_over
 from kronscope.optim.parallel.shards import is_dtensor
+from kronscope.support.processes import GroupProcesses
 
 __all__ = ["Agreement", "agreed_gradients", "check_same_plan", "check_same_values", "described"]
 
@@ -42,20 +42,11 @@ def check_same_plan(words: Mapping[str, str], group: dist.ProcessGroup) -> None:
     Raises:
         DistributedError: they differ; the text names the first difference and the processes.
     """
-    digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
-    what = "comparing options and parameters between processes"
-    if len(set(gather_objects(digest, group, what))) == 1:
-        return
-    everyone: list[dict[str, str]] = gather_objects(dict(words), group, what)
-    for label in dict.fromkeys(label for one in everyone for label in one):
-        values = [one.get(label, "not there") for one in everyone]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise DistributedError(
-                f"the processes differ: {label} is {values[0]} on rank 0 but {values[other]} on rank {other}. All must "
-                f"make the optimizer with the same parameters, in the same order, and the same options. {_ALONE}"
-            )
-    raise DistributedError(f"the processes differ in the order of their options. {_ALONE}")
+    for one in GroupProcesses(group).differences(words):
+        raise DistributedError(
+            f"the processes differ: {one.name} is {one.first} on rank 0 but {one.other} on rank {one.rank}. All must "
+            f"make the optimizer with the same parameters, in the same order, and the same options. {_ALONE}"
+        )
 
 
 def agreed_gradients(

@@ -1,9 +1,8 @@
-"""The collective calls, each with pieces of any sizes, and with an error that says what to do."""
+"""The collective calls on tensors of a step, each with pieces of any sizes, and with an error that says what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,38 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronscope.errors import DistributedError
+from kronscope.support.processes import explained
 
-__all__ = ["all_to_all", "gather_flat", "gather_objects", "group_ranks", "sum_over"]
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise DistributedError(
-            f"{what} failed: {error}. Another process has probably died, hangs, or does something else; look at its "
-            f"log. This optimizer cannot go on: start all processes again from the last checkpoint."
-        ) from error
-
-
-def group_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of a group, in its order."""
-    return list(dist.get_process_group_ranks(group))
-
-
-def gather_objects(value: object, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """Return the values of all processes."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with _explained(what):
-        dist.all_gather_object(found, value, group=group)
-    return found
+__all__ = ["all_to_all", "gather_flat", "sum_over"]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
     """Return the sum over all processes, in place."""
-    with _explained(what):
+    with explained(what):
         dist.all_reduce(tensor, group=group)
     return tensor
 
@@ -62,7 +37,7 @@ def gather_flat(
     rank, count = dist.get_rank(group), len(sizes)
     if count == 1 or not any(sizes):
         return [mine] * count
-    with _explained(what):
+    with explained(what):
         if padded:
             longest = max(sizes)
             filled = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
@@ -70,7 +45,7 @@ def gather_flat(
             _all_gather()(gathered, filled, group=group)
             return [gathered[r * longest : r * longest + size] for r, size in enumerate(sizes)]
         pieces = [mine if r == rank else mine.new_empty(size) for r, size in enumerate(sizes)]
-        sources = group_ranks(group)
+        sources = dist.get_process_group_ranks(group)
         handles = [
             dist.broadcast(piece, src=source, group=group, async_op=True)
             for piece, source in zip(pieces, sources, strict=True)
@@ -99,13 +74,13 @@ def all_to_all(
     if len(send) == 1:
         incoming.copy_(outgoing)
     else:
-        with _explained(what):
+        with explained(what):
             handle = dist.all_to_all_single(incoming, outgoing, list(receive), list(send), group=group, async_op=True)
 
     # the result keeps the outgoing pieces alive until they have been sent
     def wait(sent: Tensor = outgoing) -> list[Tensor]:
         if handle is not None:
-            with _explained(what):
+            with explained(what):
                 handle.wait()
         edges = [0, *accumulate(receive)]
         return [incoming[a:b] for a, b in pairwise(edges)]

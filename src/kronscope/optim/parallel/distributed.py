@@ -12,16 +12,16 @@ from torch import Tensor
 from kronscope.errors import StateError
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.agreement import Agreement
-from kronscope.optim.parallel.collectives import gather_objects, group_ranks
 from kronscope.optim.parallel.division import Division, is_common, tile_of
 from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
 from kronscope.optim.parallel.replicated import ReplicatedExchange, segments_of
-from kronscope.optim.parallel.scattered import Processes, Scattered
+from kronscope.optim.parallel.scattered import Holders, Scattered
 from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
 from kronscope.optim.parallel.shards import is_dtensor, local_gradient, local_tensor, shards_of
 from kronscope.optim.stacks import Member
 from kronscope.optim.work import LocalRoots
 from kronscope.support.callers import is_called_from
+from kronscope.support.processes import GroupProcesses
 
 __all__ = ["Distributed"]
 
@@ -65,7 +65,7 @@ class Distributed:
         """
         if any(len(by_process) != self.size for tiles in (ranges or {}).values() for by_process in tiles):
             raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
-        ranks = group_ranks(self.group)
+        ranks = dist.get_process_group_ranks(self.group)
         cuts = {entry.param: shards_of(entry.name, entry.param, ranks) for entry in entries}
         self._agreement.on_plan({entry.param: entry.name for entry in entries}, groups)
         self.division.add(entries, cuts, ranges)
@@ -157,7 +157,7 @@ class Distributed:
             return tensor
         ranges = self.ranges[param][tile_of(name)]
         shape = (ranges[-1][1], *tensor.shape[1:]) if not self.division.layouts[param].is_elementwise else param.shape
-        return Scattered(tensor, shape, ranges, self.rank, Processes(self._mesh(param), self.group))
+        return Scattered(tensor, shape, ranges, self.rank, Holders(self._mesh(param), self.group))
 
     def unpacked(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Return this process's part of a saved tensor: of a whole one, or of one that several processes saved.
@@ -195,7 +195,7 @@ class Distributed:
 
     def everyone(self, value: object) -> list[Any]:
         """Return the values of all processes, in order."""
-        return gather_objects(value, self.group, "collecting from all processes")
+        return GroupProcesses(self.group).all_gather_object(value)
 
     def is_counted(self, param: Tensor) -> bool:
         """Whether this process's part of an elementwise parameter's state is not also another's."""

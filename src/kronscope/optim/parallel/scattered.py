@@ -20,11 +20,11 @@ from kronscope.errors import DistributedError, StateError
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.parallel.collectives import gather_flat
 
-__all__ = ["Processes", "Scattered"]
+__all__ = ["Holders", "Scattered"]
 
 
 @dataclass(frozen=True)
-class Processes:
+class Holders:
     """The processes that share a tensor.
 
     Attributes:
@@ -35,7 +35,7 @@ class Processes:
     mesh: DeviceMesh
     group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holders:
         # a copied tensor belongs to the same processes, and they cannot be copied
         return self
 
@@ -53,13 +53,13 @@ class Scattered(DTensor):
         shape: Shape of the whole.
         ranges: The range of rows of each process.
         rank: This process's place among them.
-        processes: All of them, in the order of ``ranges``; None for a tensor that was read from a file.
+        holders: The processes, in the order of ``ranges``; None for a tensor that was read from a file.
     """
 
     _rows: Tensor
     _ranges: tuple[Range, ...]
     _rank: int
-    _processes: Processes | None
+    _holders: Holders | None
 
     @staticmethod
     def __new__(
@@ -68,14 +68,14 @@ class Scattered(DTensor):
         shape: Sequence[int],
         ranges: Sequence[Range],
         rank: int,
-        processes: Processes | None = None,
+        holders: Holders | None = None,
     ) -> Scattered:
         """Make the outside, which has the shape of the whole."""
         made: Scattered = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=rows.dtype, device=rows.device
         )
         made._rows, made._ranges, made._rank = rows, tuple(tuple(pair) for pair in ranges), rank  # type: ignore[misc]
-        made._processes = processes
+        made._holders = holders
         return made
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -95,14 +95,14 @@ class Scattered(DTensor):
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the whole; every process must ask at the same time."""
-        if self._processes is None:
+        if self._holders is None:
             raise DistributedError(
                 f"this state tensor was read from a file and holds rows {self.row_range} of {len(self)} only; use "
                 f"torch.distributed.checkpoint to save states that other processes can load."
             )
         width = math.prod(self.shape[1:])
         sizes = [width * (stop - start) for start, stop in self._ranges]
-        group = self._processes.group
+        group = self._holders.group
         pieces = gather_flat(self._rows.reshape(-1), sizes, group, "gathering the optimizer's state")
         return torch.cat(pieces).view(self.shape)
 
@@ -140,12 +140,12 @@ class Scattered(DTensor):
     @property
     def device_mesh(self) -> Any:
         """A mesh of the processes."""
-        return None if self._processes is None else self._processes.mesh
+        return None if self._holders is None else self._holders.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Replicated: what is copied into it is the whole."""
-        return tuple(Replicate() for _ in range(1 if self._processes is None else self._processes.mesh.ndim))
+        return tuple(Replicate() for _ in range(1 if self._holders is None else self._holders.mesh.ndim))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """Return the whole as a replicated DTensor; every process must ask at the same time."""
@@ -168,7 +168,7 @@ class Scattered(DTensor):
         return self
 
     def _with(self, rows: Tensor) -> Scattered:
-        return Scattered(rows, self.shape, self._ranges, self._rank, self._processes)
+        return Scattered(rows, self.shape, self._ranges, self._rank, self._holders)
 
     def to(self, *args: Any, **kwargs: Any) -> Scattered:
         """Return it with its rows moved or cast."""
