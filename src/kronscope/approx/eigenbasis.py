@@ -28,6 +28,7 @@ class Soap:
 
     name: ClassVar[str] = "soap"
     title: ClassVar[str] = "SOAP"
+    in_shampoo_basis: ClassVar[bool] = True
 
     def fit(self, stream: GradientStream) -> EigenbasisDiagonal:
         """Fit the operator to the stream's second moment."""
@@ -48,6 +49,7 @@ class Caspr:
 
     name: ClassVar[str] = "caspr"
     title: ClassVar[str] = "CASPR"
+    in_shampoo_basis: ClassVar[bool] = True
 
     def fit(self, stream: GradientStream) -> EigenbasisDiagonal:
         """Fit the operator to the stream's second moment."""

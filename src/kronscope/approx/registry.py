@@ -26,6 +26,7 @@ class Approximation(Protocol):
         kronecker: Whether the fit is a single Kronecker product.
         fits_truth: Whether it is always fitted on the truth, as the bound the others are compared with.
         uses_batches: Whether the batch size of the fit means anything to it.
+        in_shampoo_basis: Whether it is diagonal in the eigenbasis of Shampoo's factors, which several then share.
     """
 
     name: ClassVar[str]
@@ -33,6 +34,7 @@ class Approximation(Protocol):
     kronecker: ClassVar[bool]
     fits_truth: ClassVar[bool]
     uses_batches: ClassVar[bool]
+    in_shampoo_basis: ClassVar[bool]
 
     def fit(self, stream: GradientStream) -> Operator:
         """Fit the operator to the stream's second moment."""
@@ -96,7 +98,8 @@ def get(name: str | Approximation, **options: Any) -> Approximation:
 
 def _set_flags(cls: type[Any]) -> None:
     """Give a class the usual answer to what it does not say about itself."""
-    for flag, default in (("kronecker", False), ("fits_truth", False), ("uses_batches", True)):
+    usual = {"kronecker": False, "fits_truth": False, "uses_batches": True, "in_shampoo_basis": False}
+    for flag, default in usual.items():
         if not hasattr(cls, flag):
             setattr(cls, flag, default)
 
@@ -108,7 +111,8 @@ def options_of(approximation: Approximation) -> str:
     ('rank=3', '')
     """
     if not is_dataclass(approximation):
-        return ""
+        # what another class says of itself, if it does
+        return "" if type(approximation).__repr__ is object.__repr__ else _text(approximation)
     known = [field for field in fields(approximation) if field.init]
     given = {field.name: _text(getattr(approximation, field.name)) for field in known}
     usual = {

@@ -28,6 +28,7 @@ class Shampoo:
     name: ClassVar[str] = "shampoo"
     title: ClassVar[str] = "Shampoo"
     kronecker: ClassVar[bool] = True
+    in_shampoo_basis: ClassVar[bool] = True
 
     exponent: float = 0.5
 

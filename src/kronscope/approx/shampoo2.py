@@ -34,6 +34,7 @@ class Shampoo2:
     name: ClassVar[str] = "shampoo2"
     title: ClassVar[str] = "Shampoo²"
     kronecker: ClassVar[bool] = True
+    in_shampoo_basis: ClassVar[bool] = True
 
     def fit(self, stream: GradientStream) -> KroneckerProduct:
         """Fit the operator to the stream's second moment."""
@@ -51,6 +52,7 @@ class TensorNormal:
     name: ClassVar[str] = "tnt"
     title: ClassVar[str] = "TNT"
     kronecker: ClassVar[bool] = True
+    in_shampoo_basis: ClassVar[bool] = True
 
     def fit(self, stream: GradientStream) -> KroneckerProduct:
         """Fit the operator to the stream's second moment."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronscope.approx import Approximation, Optimal, OptimalFit, options_of, several, singular_triples
+from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.atoms import Atoms
@@ -19,10 +19,9 @@ from kronscope.gradients.stream import GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
-from kronscope.measures.processes import described
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Detail, Row, variant_name
+from kronscope.measures.rows import Detail, Row, variants
 from kronscope.support.checks import count
 
 __all__ = ["measure_history"]
@@ -79,7 +78,7 @@ def measure_history(
     names = history.layers if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     for name in names:
         history.shape(name)  # raises for a layer that is not recorded, before any work
-    asked = {"approximations": described(chosen), "at": at, "layers": names, "beta": beta, "details": details}
+    asked = {"approximations": variants(chosen), "at": at, "layers": names, "beta": beta, "details": details}
     processes.check_equal("ks.measure_history", {**asked, "steps": history.steps})
     rows: list[Row] = []
     curves: list[Detail] = []
@@ -99,7 +98,7 @@ def measure_history(
                             if kind == "spectrum"
                             else exponent_curve(streams.truth, streams.truth)
                         )
-                        curves.append(Detail(name, step, "adagrad", "real", 1, kind, values))
+                        curves.append(condition.detail(kind, values))
                     bar.step()
         except KeyboardInterrupt:
             partial = True
@@ -108,7 +107,7 @@ def measure_history(
         "steps recorded": f"{len(history)} of {history.total_steps}",
         "every": history.every,
         "weights": "sum" if beta is None else f"exponential mean, beta {beta}",
-        "approximations": [variant_name(item.name, options_of(item)) for item in chosen],
+        "approximations": variants(chosen),
         "torch": torch.__version__,
     }
     if partial:

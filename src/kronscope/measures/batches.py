@@ -2,13 +2,36 @@ r"""Streams as a batch of B samples sees them, in expectation over batches, in c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kronscope.curvature import SecondMoment
 from kronscope.errors import OptionError
 from kronscope.gradients.stream import GradientStream
 
-__all__ = ["batch_stream"]
+__all__ = ["Batches", "batch_stream"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches that a fit is the expectation over; the arguments are those of :func:`batch_stream`.
+
+    >>> Batches(256, replacement=False).options, Batches(256, replacement=False, labels="exact").options
+    ('replacement=False', '')
+    """
+
+    size: int = 1
+    replacement: bool = True
+    labels: str = "real"
+
+    def of(self, stream: GradientStream) -> GradientStream:
+        """Return a stream of single samples as batches see it."""
+        return batch_stream(stream, self.size, replacement=self.replacement, labels=self.labels)
+
+    @property
+    def options(self) -> str:
+        """What rows say of batches that are drawn without replacement, where that makes a difference."""
+        matters = self.size > 1 and self.labels != "exact"
+        return "replacement=False" if matters and not self.replacement else ""
 
 
 def batch_stream(

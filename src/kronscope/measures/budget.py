@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from kronscope.errors import OptionError
+from kronscope.errors import MemoryBudgetError, OptionError
+from kronscope.gradients import LayerSpec
 
-__all__ = ["factor_bytes", "parse_budget", "sweeps"]
+__all__ = ["affordable", "factor_bytes", "parse_budget", "size_text", "sweeps"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BY_DEFAULT = 8 << 30
@@ -43,6 +44,43 @@ def factor_bytes(shape: tuple[int, int]) -> int:
     """Bytes a layer needs whatever its samples: factors, eigenbases, tables and a few vectors of a power iteration."""
     m, n = shape
     return 8 * (12 * (m * m + n * n) + 4 * m * n)
+
+
+def affordable(specs: Sequence[LayerSpec], budget: int, *, by_name: bool) -> tuple[list[LayerSpec], list[str]]:
+    """Return the layers whose factors fit the budget, and for each of the others why it does not.
+
+    Raises:
+        MemoryBudgetError: a layer that was asked for by name does not fit.
+    """
+    kept, skipped = [], []
+    for spec in specs:
+        needed = factor_bytes(spec.shape)
+        if needed <= budget:
+            kept.append(spec)
+            continue
+        m, n = spec.shape
+        text = (
+            f"layer {spec.name!r} ({m} x {n}) needs {size_text(needed)} for its factors, the memory budget is "
+            f"{size_text(budget)}; raise memory_budget"
+        )
+        if m > n:
+            text += f", or measure a range of its rows such as '{spec.name}[0:{max(1, m // 4)}]'"
+        if by_name:
+            raise MemoryBudgetError(f"{text}.")
+        skipped.append(text)
+    return kept, skipped
+
+
+def size_text(size: int) -> str:
+    """A number of bytes to read.
+
+    >>> size_text(3 << 29)
+    '1.5 GiB'
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} bytes"
 
 
 def sweeps(sizes: Mapping[str, int], samples: int, budget: int) -> Iterator[tuple[list[str], bool]]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from kronscope.approx import Approximation, Optimal, options_of, singular_triples
+from kronscope.approx import Approximation, Optimal, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import KronscopeError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine
-from kronscope.measures.rows import variant_name
+from kronscope.measures.rows import variants
 
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
 
@@ -120,5 +120,5 @@ def batch_size_curve(
                 values.append(cosine(moment, approximation.fit(stream)))
             except KronscopeError:
                 values.append(math.nan)
-        curves[variant_name(approximation.name, options_of(approximation))] = values
+        curves[variants([approximation])[0]] = values
     return curves

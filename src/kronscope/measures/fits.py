@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kronscope.approx import Approximation, several
 from kronscope.errors import OptionError
 from kronscope.measures.probes import Probes
+from kronscope.measures.rows import variants
 from kronscope.support.checks import count
 
 __all__ = ["DEFAULT_APPROXIMATIONS", "DETAILS", "Fit"]
@@ -57,6 +59,18 @@ class Fit:
     def fitted(self) -> tuple[Approximation, ...]:
         """The approximations as objects."""
         return several(self.approximations)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as plain data."""
+        probes = self.probes(0)
+        return {
+            "labels": self.labels,
+            "batch_size": self.batch_size,
+            "approximations": variants(self.fitted),
+            "details": list(self.details),
+            "estimator": "exact" if probes is None else "probes",
+            "probes": None if probes is None else probes.count,
+        }
 
     def probes(self, seed: int) -> Probes | None:
         """The probes to estimate with; None for exact values."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from kronscope.approx import Approximation, Optimal, options_of
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError, NotFactoredError
 from kronscope.gradients.stream import GradientStream
-from kronscope.measures.batches import batch_stream
+from kronscope.measures.batches import Batches
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
-from kronscope.measures.rows import NO_REPLACEMENT, Row
+from kronscope.measures.rows import Detail, Row
 
 __all__ = ["Condition", "LayerStreams", "layer_rows"]
-
-# Approximations that are diagonal in Shampoo's eigenbasis: with two of them, one table serves all.
-_IN_SHAMPOO_BASIS = ("shampoo2", "tnt", "shampoo", "soap", "caspr")
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,10 @@ class Condition:
     batch_size: int
     samples: int
 
+    def detail(self, kind: str, values: Mapping[str, Any], options: str = "") -> Detail:
+        """A curve under this condition."""
+        return Detail(self.layer, self.step, self.truth, self.labels, self.batch_size, kind, values, options)
+
 
 @dataclass(frozen=True)
 class LayerStreams:
@@ -46,8 +48,7 @@ class LayerStreams:
         note: What every row of the layer has to say, such as that the truth was drawn.
         whole_square: For a thinned history, see :class:`Resampler`.
         spare: Other label draws of the samples that are fitted on, where the draws are too few to leave some out.
-        own_labels: Whether the fit stands for the expectation over the model's own labels, also where that was drawn:
-            the batch size then means nothing.
+        batches: The batches that a fit is the expectation over.
     """
 
     truth: GradientStream
@@ -56,7 +57,7 @@ class LayerStreams:
     note: str = ""
     whole_square: float = 0.0
     spare: GradientStream | None = None
-    own_labels: bool = False
+    batches: Batches = field(default_factory=Batches)
 
 
 def layer_rows(
@@ -64,7 +65,6 @@ def layer_rows(
     condition: Condition,
     approximations: Sequence[Approximation],
     *,
-    replacement: bool = True,
     probes: Probes | None = None,
     done: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Row]:
@@ -74,18 +74,13 @@ def layer_rows(
         streams: The layer's atoms.
         condition: Names and counts for the rows.
         approximations: What to fit.
-        replacement: How batches of more than one sample are drawn.
         probes: Use the paper's estimator instead of exact values.
         done: Called with each approximation's name when its row is there.
     """
     truth = SecondMoment(streams.truth)
-
-    def batches_of(stream: GradientStream) -> GradientStream:
-        labels = "exact" if streams.own_labels else condition.labels
-        return batch_stream(stream, condition.batch_size, replacement=replacement, labels=labels)
-
-    batched = batches_of(streams.fitted)
-    if sum(approximation.name in _IN_SHAMPOO_BASIS for approximation in approximations) > 1:
+    batched = streams.batches.of(streams.fitted)
+    # with two of them, one table serves all
+    if sum(approximation.in_shampoo_basis for approximation in approximations) > 1:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
     resampler, common, silence = None, [streams.note] if streams.note else [], ""
@@ -105,8 +100,8 @@ def layer_rows(
         return batched if approximation.uses_batches else streams.fitted
 
     def options_for(approximation: Approximation) -> str:
-        drawn_otherwise = not replacement and stream_for(approximation) is batched is not streams.fitted
-        return ", ".join(filter(None, [options_of(approximation), NO_REPLACEMENT * drawn_otherwise]))
+        batches = "" if stream_for(approximation) is not batched else streams.batches.options
+        return ", ".join(filter(None, [options_of(approximation), batches]))
 
     for approximation in approximations:
         started = time.perf_counter()
@@ -120,7 +115,7 @@ def layer_rows(
             elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
                 estimate = Estimate(_plain_cosine(truth, approximation, stream_for(approximation)), math.nan)
             else:
-                estimate = _resampled(resampler, approximation, batches_of)
+                estimate = _resampled(resampler, approximation, streams.batches)
             if estimate.note:
                 notes.append(estimate.note)
             elif math.isnan(estimate.value):
@@ -172,10 +167,10 @@ def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | None:
 def _resampled(
     resampler: Resampler | OtherDraws,
     approximation: Approximation,
-    batches_of: Callable[[GradientStream], GradientStream],
+    batches: Batches,
 ) -> Estimate:
     if approximation.fits_truth and isinstance(resampler, Resampler):
         return resampler.on_truth().cosine(approximation.fit)
     if not approximation.uses_batches:
         return resampler.cosine(approximation.fit)
-    return resampler.cosine(lambda stream: approximation.fit(batches_of(stream)))
+    return resampler.cosine(lambda stream: approximation.fit(batches.of(stream)))

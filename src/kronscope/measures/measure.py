@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +9,11 @@ import torch
 from torch import nn
 
 from kronscope.approx import Approximation
-from kronscope.errors import ModelError, OptionError
-from kronscope.gradients import Recorder, resolve_layers
-from kronscope.gradients.guard import RandomStates, generators_of
-from kronscope.gradients.losses import read_loss
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit
+from kronscope.measures.measurement import run
+from kronscope.measures.options import MeasureOptions
 from kronscope.measures.probes import Probes
-from kronscope.measures.processes import common_budget, described, same_model
-from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
-from kronscope.measures.work import TRUTHS, FitWork, Work
-from kronscope.support.checks import count, whole
 from kronscope.support.processes import find_processes
 
 if TYPE_CHECKING:
@@ -119,30 +112,27 @@ def measure(
     >>> [row.approximation for row in results]
     ['optimal', 'shampoo2', 'shampoo', 'kfac-reduce']
     """
-    fit = Fit(labels, batch_size, approximations, details, estimator)
-    return measure_fits(
-        model,
-        loss,
-        data,
-        [fit],
-        layers,
-        truth,
-        max_samples=max_samples,
-        seed=seed,
-        step=step,
-        progress=progress,
-        forward=forward,
-        draws=draws,
-        population=population,
-        memory_budget=memory_budget,
-        spectrum_rank=spectrum_rank,
-        accuracy=accuracy,
-        max_columns=max_columns,
-        replacement=replacement,
-        backend=backend,
-        verbose=verbose,
-        distributed=distributed,
-    )[0]
+    processes = find_processes(distributed)
+    processes.barrier("ks.measure")
+    with processes.failing_together():
+        options = MeasureOptions(
+            [Fit(labels, batch_size, approximations, details, estimator)],
+            layers=layers,
+            truth=truth,
+            max_samples=max_samples,
+            seed=seed,
+            step=step,
+            forward=forward,
+            draws=draws,
+            population=population,
+            memory_budget=memory_budget,
+            spectrum_rank=spectrum_rank,
+            accuracy=accuracy,
+            max_columns=max_columns,
+            replacement=replacement,
+            backend=backend,
+        )
+    return run(model, loss, data, options, processes, progress=progress, verbose=verbose)[0]
 
 
 def measure_fits(
@@ -214,102 +204,22 @@ def measure_fits(
     """
     processes = find_processes(distributed)
     processes.barrier("ks.measure")
-    first = processes.rank == 0
-    budget = common_budget(memory_budget, processes)
     with processes.failing_together():
-        seed, step = whole("seed", seed), whole("step", step)
-        _check(model, fits, truth, population, seed, accuracy)
-        draws, spectrum_rank = count("draws", draws), count("spectrum_rank", spectrum_rank)
-        max_samples = None if max_samples is None else count("max_samples", max_samples)
-        max_columns = None if max_columns is None else count("max_columns", max_columns)
-        work = Work(
-            fits=tuple(FitWork.of(fit, seed) for fit in fits),
+        options = MeasureOptions(
+            fits,
+            layers=layers,
             truth=truth,
+            max_samples=max_samples,
+            seed=seed,
             step=step,
+            forward=forward,
             draws=draws,
             population=population,
+            memory_budget=memory_budget,
             spectrum_rank=spectrum_rank,
             accuracy=accuracy,
             max_columns=max_columns,
             replacement=replacement,
-            seed=seed,
-            budget=budget,
-            warns=first,
+            backend=backend,
         )
-        specs = resolve_layers(model, [layers] if isinstance(layers, str) else layers)
-        # the data is not among them: it is what differs
-        asked = {
-            "fits": [(fit.fit, described(fit.approximations)) for fit in work.fits],
-            "layers": [(spec.name, spec.shape) for spec in specs],
-            "loss": read_loss(loss),
-            "forward": getattr(forward, "__qualname__", type(forward).__name__),
-            "truth": truth,
-            "max_samples": max_samples,
-            "seed": seed,
-            "step": step,
-            "draws": draws,
-            "population": population,
-            "memory_budget": memory_budget,
-            "spectrum_rank": spectrum_rank,
-            "accuracy": accuracy,
-            "max_columns": max_columns,
-            "replacement": replacement,
-            "backend": backend,
-        }
-    states = RandomStates(generators_of(data))
-    try:
-        with Bar(progress and first) as bar, same_model(processes, model, asked):
-            was_training = any(module.training for module in model.modules())
-            with processes.failing_together():
-                fitting = work.fitting(specs, by_name=layers is not None)
-            bar.begin("checking the data", 1)
-            recorder = Recorder(
-                model,
-                loss,
-                data,
-                fitting,
-                forward=forward,
-                max_samples=max_samples,
-                seed=seed,
-                backend=backend,
-                chunk_bytes=max(1 << 16, min(64 << 20, work.budget // 8)),
-                progress=bar.at,
-                skip_unreached=layers is None,
-                processes=processes,
-            )
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            with processes.failing_together():
-                work.begin(recorder, parameters, was_training)
-            if verbose and first:
-                sys.stderr.write("\n".join(map(str, work.plans(recorder))) + "\n")
-                work.tell = sys.stderr.write
-            work.run(recorder, bar)
-    except KeyboardInterrupt:
-        work.partial = True
-    finally:
-        states.restore()
-    if work.partial:
-        return work.results()
-    # the numbers are equal already; so are the times now
-    return processes.on_rank_0(work.results)
-
-
-def _check(model: Any, fits: Sequence[Fit], truth: str, population: bool, seed: int, accuracy: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(f"Parameter {name!r} is on the meta device and has no values; load the model first.")
-        if parameter.is_inference():
-            raise ModelError(
-                f"Parameter {name!r} was made in inference mode and cannot have gradients; make or load the model "
-                "outside of torch.inference_mode()."
-            )
-    if truth not in TRUTHS:
-        raise OptionError(f"truth must be one of {tuple(TRUTHS)}, got {truth!r}.")
-    if not fits:
-        raise OptionError("fits is empty: give at least one Fit.")
-    if population and all(fit.probes(seed) is not None for fit in fits):
-        raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
-    if not isinstance(accuracy, int | float) or not accuracy > 0:
-        raise OptionError(f"accuracy must be a positive number, got {accuracy!r}.")
+    return run(model, loss, data, options, processes, progress=progress, verbose=verbose)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kronscope.approx import Approximation
 from kronscope.gradients.data import checksum
 from kronscope.gradients.matrices import unwrap
 from kronscope.measures.budget import parse_budget
 from kronscope.support.processes import Processes
 
-__all__ = ["common_budget", "described", "same_model"]
-
-
-def described(approximations: Sequence[Approximation]) -> list[str]:
-    """Texts that tell approximations and their options apart, the same in every process."""
-    # the default repr of other classes holds an address
-    return [item.name if type(item).__repr__ is object.__repr__ else repr(item) for item in approximations]
+__all__ = ["common_budget", "same_model"]
 
 
 def common_budget(budget: int | str | None, processes: Processes) -> int:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COLUMNS", "NO_REPLACEMENT", "Detail", "Row", "since", "variant_name"]
+from kronscope.approx import Approximation, options_of
+
+__all__ = ["COLUMNS", "Detail", "Row", "since", "variant_name", "variants"]
 
 COLUMNS = (
     "layer",
@@ -30,10 +32,6 @@ _INTEGERS = ("rows", "cols", "step", "batch_size", "samples")
 _FLOATS = ("cosine", "stderr", "relative_error", "seconds")
 
 
-# What options say of batches that are drawn without replacement.
-NO_REPLACEMENT = "replacement=False"
-
-
 def since(version: int, default: Any) -> Any:
     """An entry that files have from a schema version on; from older files it is read as ``default``.
 
@@ -49,6 +47,11 @@ def variant_name(approximation: str, options: str) -> str:
     ('shampoo (exponent=0.75)', 'shampoo')
     """
     return f"{approximation} ({options})" if options else approximation
+
+
+def variants(approximations: Iterable[Approximation]) -> list[str]:
+    """The names of approximations, with their options."""
+    return [variant_name(item.name, options_of(item)) for item in approximations]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,14 @@
-"""Arguments that count something."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from kronscope.errors import OptionError
 
-__all__ = ["count", "whole"]
+__all__ = ["count", "one_of", "whole"]
 
 
 def count(name: str, number: Any) -> int:
@@ -33,3 +34,13 @@ def whole(name: str, number: Any) -> int:
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise OptionError(f"{name} must be a whole number, got {number!r}.")
     return operator.index(number)
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Check that a value is among the allowed ones.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if value not in (known := tuple(allowed)):
+        raise OptionError(f"{name} must be one of {known}, got {value!r}.")

@@ -1,0 +1,293 @@
+"""How one call of ``measure`` goes: plan within the budget, capture once, contract for every fit."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kronscope.approx import Approximation, get
+from kronscope.curvature import SecondMoment
+from kronscope.errors import MemoryBudgetError, ModelError, OptionError
+from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_layers
+from kronscope.gradients.guard import RandomStates, generators_of
+from kronscope.gradients.losses import read_loss
+from kronscope.measures.budget import affordable, size_text, sweeps
+from kronscope.measures.columns import TRUTHS, CallColumns, Columns, first_columns, sufficient_draws
+from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
+from kronscope.measures.fits import Fit
+from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.options import MeasureOptions
+from kronscope.measures.probes import Probes
+from kronscope.measures.processes import common_budget, same_model
+from kronscope.measures.progress import Bar
+from kronscope.measures.results import Results
+from kronscope.measures.rows import Detail, Row
+from kronscope.support.callers import callers_level
+from kronscope.support.processes import Processes
+
+__all__ = ["run"]
+
+
+def run(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    options: MeasureOptions,
+    processes: Processes,
+    *,
+    progress: bool = True,
+    verbose: bool = False,
+) -> tuple[Results, ...]:
+    """Measure what the options ask for, with all processes; for the other arguments see :func:`kronscope.measure`.
+
+    Returns:
+        One result for each fit.
+    """
+    first = processes.rank == 0
+    budget = common_budget(options.memory_budget, processes)
+    with processes.failing_together():
+        _check(model)
+        specs = resolve_layers(model, options.layers)
+        # the data is not among them: it is what differs
+        asked = {
+            **options.to_json(),
+            "layers": [(spec.name, spec.shape) for spec in specs],
+            "loss": read_loss(loss),
+        }
+    measurement = Measurement(options, budget, warns=first)
+    states = RandomStates(generators_of(data))
+    try:
+        with Bar(progress and first) as bar, same_model(processes, model, asked):
+            was_training = any(module.training for module in model.modules())
+            with processes.failing_together():
+                specs = measurement.leave_out(specs)
+            bar.begin("checking the data", 1)
+            recorder = Recorder(
+                model,
+                loss,
+                data,
+                specs,
+                forward=options.forward,
+                max_samples=options.max_samples,
+                seed=options.seed,
+                backend=options.backend,
+                chunk_bytes=max(1 << 16, min(64 << 20, budget // 8)),
+                progress=bar.at,
+                skip_unreached=options.layers is None,
+                processes=processes,
+            )
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            with processes.failing_together():
+                measurement.begin(recorder, parameters, was_training)
+            if verbose and first:
+                measurement.tell = sys.stderr.write
+            measurement.go(recorder, bar)
+    except KeyboardInterrupt:
+        measurement.partial = True
+    finally:
+        states.restore()
+    if measurement.partial:
+        return measurement.results()
+    # the numbers are equal already; so are the times now
+    return processes.on_rank_0(measurement.results)
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"Parameter {name!r} is on the meta device and has no values; load the model first.")
+        if parameter.is_inference():
+            raise ModelError(
+                f"Parameter {name!r} was made in inference mode and cannot have gradients; make or load the model "
+                "outside of torch.inference_mode()."
+            )
+
+
+@dataclass
+class FitRecord:
+    """One fit of a call: its objects, and the rows and curves that are there so far."""
+
+    fit: Fit
+    approximations: tuple[Approximation, ...]
+    probes: Probes | None
+    rows: list[Row] = field(default_factory=list)
+    curves: list[Detail] = field(default_factory=list)
+
+    @property
+    def units(self) -> int:
+        """What the progress bar counts for each layer."""
+        return len(self.approximations) + len(self.fit.details)
+
+
+class Measurement:
+    """One call: what was asked, how it is done, and what is there so far.
+
+    The truth's atoms are captured once and serve every fit; so do the atoms of fits on equal columns.
+
+    Args:
+        options: What was asked.
+        budget: Bytes this process may take.
+        warns: Whether to warn here; with several processes one does.
+    """
+
+    def __init__(self, options: MeasureOptions, budget: int, *, warns: bool = True) -> None:
+        self.options, self.budget, self.warns = options, budget, warns
+        self.fits = [FitRecord(fit, fit.fitted, fit.probes(options.seed)) for fit in options.fits]
+        self.columns = CallColumns(options, Columns(TRUTHS[options.truth]))
+        self.facts: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.partial = False
+        self.tell: Callable[[str], object] = lambda text: None
+
+    # ------------------------------------------------------------------ planning
+
+    def leave_out(self, specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+        """Leave out layers that do not fit the budget, with a warning; asked for by name, that is an error."""
+        kept, skipped = affordable(specs, self.budget, by_name=self.options.layers is not None)
+        self._say(f"skipped: {text}" for text in skipped)
+        if not kept:
+            raise MemoryBudgetError(
+                f"no layer fits the memory budget of {size_text(self.budget)}; raise memory_budget."
+            )
+        return kept
+
+    def begin(self, recorder: Recorder, parameters: int, was_training: bool) -> None:
+        """Write down how it is done, and decide what the truth is made of, if only to begin with."""
+        mode = "eval mode"
+        if was_training:
+            mode += " (the model came in training mode; dropout and batch statistics are off, modes are restored)"
+        self.facts = {
+            "samples": recorder.num_samples,
+            "measured in": mode,
+            "exact columns per sample": recorder.exact_columns,
+            "memory budget": size_text(self.budget),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        if recorder.processes.world_size > 1:
+            self.facts["processes"] = recorder.processes.world_size
+        if recorder.unreached:
+            self._say([f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"])
+        self.columns = CallColumns(self.options, first_columns(self.options, recorder, parameters))
+
+    def _say(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if self.warns:  # once, not from every process
+                warnings.warn(f"{text}.", stacklevel=callers_level())
+            self.notes.append(text)
+
+    # ------------------------------------------------------------------ doing
+
+    def go(self, recorder: Recorder, bar: Bar) -> None:
+        """Capture and measure, group by group of layers that share a sweep."""
+        self.tell("".join(f"{plan}\n" for plan in self.columns.truth.plan(recorder)))
+        if self.columns.truth.drawn:
+            self.columns = CallColumns(self.options, self._enough_draws(recorder, bar))
+            self.notes.append(
+                f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from "
+                f"{self.columns.truth.draws} label draws per sample, standard errors included"
+            )
+        wanted = self.columns.all()
+        self.facts["capture"] = {plan.name: str(plan) for plan in self.columns.truth.plan(recorder)}
+        sizes: dict[str, int] = {}
+        for plan in (plan for each in wanted for plan in each.plan(recorder)):
+            sizes[plan.name] = sizes.get(plan.name, 0) + plan.bytes
+        for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
+            captured = self._capture(recorder, wanted, names, bar, cache=cache)
+            bar.begin("measuring", len(names) * sum(record.units for record in self.fits))
+            for name in names:
+                self._measure_layer(name, {each: streams.pop(name) for each, streams in captured.items()}, bar)
+
+    def _capture(
+        self, recorder: Recorder, wanted: Sequence[Columns], names: list[str], bar: Bar, *, cache: bool
+    ) -> dict[Columns, dict[str, GradientStream]]:
+        captured: dict[Columns, dict[str, GradientStream]] = {}
+        for each in wanted:
+            what = f"of {len(names)} layer{'s' * (len(names) > 1)}" if not captured else f"with {each.labels} labels"
+            bar.begin(f"gradients {what}", recorder.own_samples)
+            captured[each] = each.streams(recorder, names, cache=cache)
+        keep = self.budget // (2 * max(2, len(wanted)) * len(names))
+        for streams in captured.values():
+            for stream in streams.values():
+                stream.keep_bytes = keep
+        return captured
+
+    def _measure_layer(self, name: str, captured: Mapping[Columns, GradientStream], bar: Bar) -> None:
+        truth, drawn = captured[self.columns.truth], self.columns.truth.drawn
+        form = str(SecondMoment(truth).plan())
+        self.facts.setdefault("contraction", {})[name] = form
+        self.tell(f"{name}: {form}\n")
+        bar.say(f"measuring {name}")
+        note = f"truth from {self.columns.truth.draws} label draws per sample" if drawn else ""
+        for record in self.fits:
+            made_of = self.columns.of(record.fit)
+            streams = LayerStreams(
+                truth,
+                captured[made_of.fitted],
+                made_of.resample,
+                note,
+                spare=None if made_of.spare is None else captured[made_of.spare],
+                batches=made_of.batches,
+            )
+            condition = self._condition(name, made_of.labels, record.fit.batch_size, truth)
+            self._measure_fit(streams, condition, record, bar)
+
+    def _condition(self, name: str, labels: str, batch_size: int, truth: GradientStream) -> Condition:
+        return Condition(name, self.options.step, self.options.truth, labels, batch_size, truth.num_samples)
+
+    def _measure_fit(self, streams: LayerStreams, condition: Condition, record: FitRecord, bar: Bar) -> None:
+        rows = layer_rows(streams, condition, record.approximations, probes=record.probes, done=lambda _: bar.step())
+        for row in rows:  # one by one: an interrupt keeps those that are done
+            record.rows.append(row)
+        for kind in record.fit.details:
+            record.curves.append(self._curve(kind, streams, condition, record.approximations))
+            bar.step()
+
+    def _curve(
+        self, kind: str, streams: LayerStreams, condition: Condition, approximations: Sequence[Approximation]
+    ) -> Detail:
+        batches, unusual = streams.batches, ""
+        values: dict[str, Any]
+        if kind == "spectrum":
+            values = kronecker_spectrum(streams.truth, self.options.spectrum_rank)
+        elif kind == "exponents":
+            values, unusual = exponent_curve(streams.truth, batches.of(streams.fitted)), batches.options
+        else:
+            values = batch_size_curve(
+                streams.truth,
+                streams.fitted,
+                approximations,
+                replacement=batches.replacement,
+                labels=batches.labels,
+            )
+            unusual = replace(batches, size=2).options  # it has every size
+        return condition.detail(kind, values, unusual)
+
+    def _enough_draws(self, recorder: Recorder, bar: Bar) -> Columns:
+        """Measure with a few draws, and see how many it takes for the accuracy asked for."""
+        pilot = self.columns.truth
+        smallest = min(pilot.plan(recorder), key=lambda plan: plan.shape[0] * plan.shape[1]).name
+        truth = self._capture(recorder, [pilot], [smallest], bar, cache=True)[pilot][smallest]
+        condition = self._condition(smallest, pilot.labels, 1, truth)
+        worst = 0.0
+        for row in layer_rows(LayerStreams(truth, truth, "draws"), condition, [get("shampoo2"), get("shampoo")]):
+            worst = max(worst, row.stderr if row.stderr == row.stderr else 0.0)
+        return replace(pilot, draws=sufficient_draws(worst, self.options.accuracy, recorder.exact_columns))
+
+    def results(self) -> tuple[Results, ...]:
+        """What is there, one for each fit."""
+        return tuple(Results(record.rows, record.curves, self._settings(record), self.partial) for record in self.fits)
+
+    def _settings(self, record: FitRecord) -> dict[str, Any]:
+        notes = {"notes": self.notes} if self.notes else {}
+        labels = self.columns.of(record.fit).labels
+        return {**self.options.settings(record.fit), "labels": labels, **self.facts, **notes}
