@@ -23,6 +23,7 @@ from kronscope.optim.parallel.division import Division
 from kronscope.optim.parallel.placement import Planned
 from kronscope.optim.parallel.shards import Shards
 from kronscope.optim.roles import role_of
+from kronscope.optim.rules.shampoo import ShampooRule
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import initial_state
@@ -74,7 +75,7 @@ def shapes(layers: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
 
 def planned(layers: int, width: int) -> list[Planned]:
     """The parameters of a model, in float32 and without memory, with the optimizers' default layouts."""
-    hyper = Hyper("shampoo", 0.9, 0.95, 1e-8, (-0.5,), Graft(), Every(PERIOD), 1e-4, 1, 1, 0.0, False, CostModel())
+    hyper = Hyper(ShampooRule(), 0.9, 0.95, 1e-8, (-0.5,), Graft(), Every(PERIOD), 1e-4, 1, 1, 0.0, False, CostModel())
     entries = []
     for name, shape in shapes(layers, width):
         layout = plan_layout(shape, LayoutOptions(role=role_of(name)))

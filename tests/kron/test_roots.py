@@ -93,10 +93,13 @@ def test_newton_refuses_what_it_cannot_do():
 
 
 class Broken:
-    tolerance, is_warm = 1e-3, False
+    tolerance, is_warm, is_thread_safe = 1e-3, False, True
 
     def __init__(self, how: str) -> None:
         self.how = how
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Take everything."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         if self.how == "raises":

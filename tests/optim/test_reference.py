@@ -11,17 +11,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kronscope.kron import triangles
 from kronscope.kron.roots import Eigh, WarmQR
 from kronscope.kron.triangles import unpack
-from kronscope.optim import pieces
+from kronscope.optim import block_state
+from kronscope.optim.block_state import Blocks, Tensors
 from kronscope.optim.config import Every, Graft, Hyper, Norm, Trace
-from kronscope.optim.update import batched_update, new_state, reference_update
+from kronscope.optim.reference import reference_update
+from kronscope.optim.rules.kl import KLRule
+from kronscope.optim.rules.published_soap import PublishedSoapRule
+from kronscope.optim.rules.shampoo import ShampooRule
+from kronscope.optim.rules.soap import SoapRule
 from tests.optim.tools import gradients
 
 BASE = Hyper(
-    family="shampoo",
+    rule=ShampooRule(),
     beta1=0.9,
     beta2=0.95,
     eps=1e-8,
@@ -38,8 +44,8 @@ BASE = Hyper(
 SCALES = [None, Trace(), Trace(bound=0.7), Graft("adam"), Graft("sgd"), Graft("rmsprop"), Graft("adagrad"), Norm(0.3)]
 
 hypers = st.builds(
-    lambda family, **options: replace(BASE, family=family, **options),
-    st.sampled_from(["shampoo", "kl"]),
+    lambda rule, **options: replace(BASE, rule=rule, **options),
+    st.sampled_from([ShampooRule(), KLRule()]),
     beta1=st.sampled_from([0.0, 0.9]),
     beta2=st.sampled_from([0.0, 0.95, 1.0]),
     eps=st.sampled_from([1e-8, 1e-2]),
@@ -49,28 +55,44 @@ hypers = st.builds(
     power_rounds=st.sampled_from([1, 2, 3]),
     momentum=st.sampled_from([0.0, 0.5]),
     nesterov=st.booleans(),
-).map(lambda h: replace(h, exponents=(-0.5,), beta2=min(h.beta2, 0.95)) if h.family == "kl" else h)
+).map(lambda h: replace(h, exponents=(-0.5,), beta2=min(h.beta2, 0.95)) if isinstance(h.rule, KLRule) else h)
+
+
+def new_state(hyper: Hyper, block: tuple[int, ...], modes: list[int], count: int, *, packs: bool = True) -> Tensors:
+    packs = packs and hyper.rule.packs
+    return hyper.rule.new_state(Blocks(block, modes, count, torch.float64, torch.device("cpu"), packs), hyper)
+
+
+def stack_update(
+    state: Tensors, grads: Tensor, modes: list[int], hyper: Hyper, step: int, flags: list[list[bool]]
+) -> Tensor:
+    """What a step does with a stack, whose blocks take their roots where their flags say so."""
+    rule = hyper.rule
+    moments = rule.accumulate(state, grads, modes, hyper, step)
+    for mode in modes:
+        index = torch.tensor([place for place, due in enumerate(flags) if due[mode]], dtype=torch.int64)
+        if index.numel() and step >= hyper.start:
+            found = rule.refresh(state, mode, index, hyper, step)
+            if found is not None:
+                rule.carry(state, mode, index, found, hyper)
+    return rule.direction(state, moments, modes, hyper, step)
 
 
 def compare(hyper: Hyper, block: tuple[int, ...], factored: tuple[bool, ...], steps: int = 7, count: int = 3) -> None:
-    device = torch.device("cpu")
-    stack = new_state(block, factored, hyper, count, torch.float64, device)
+    modes = [mode for mode, has_factor in enumerate(factored) if has_factor]
+    stack = new_state(hyper, block, modes, count)
     single = []
     for _ in range(count):
-        one = new_state(block, factored, hyper, 1, torch.float64, device, packs=False)
+        one = new_state(hyper, block, modes, 1, packs=False)
         single.append({name: tensor[0] for name, tensor in one.items()})
     grads = [gradients(block, steps, seed=place) for place in range(count)]
     for step in range(1, steps + 1):
         # every block has another phase; roots are taken first at `start`
         at = hyper.schedule_step(step)
-        flags = [[hyper.refresh.is_due(at, (place + mode) % 3) for mode in range(len(block))] for place in range(count)]
-        due = []
-        for mode, has_factor in enumerate(factored):
-            index = torch.tensor([place for place in range(count) if flags[place][mode]], dtype=torch.int64)
-            due.append(index if has_factor and index.numel() else None)
-        fast = batched_update(stack, torch.stack([grad[step - 1] for grad in grads]), factored, hyper, step, due)
+        flags = [[at == 1 or (at - 1 - place - mode) % 3 == 0 for mode in range(len(block))] for place in range(count)]
+        fast = stack_update(stack, torch.stack([grad[step - 1] for grad in grads]), modes, hyper, step, flags)
         for place in range(count):
-            slow = reference_update(single[place], grads[place][step - 1], factored, hyper, step, flags[place])
+            slow = reference_update(single[place], grads[place][step - 1], modes, hyper, step, flags[place])
             assert torch.allclose(fast[place], slow, rtol=1e-8, atol=1e-10 * slow.abs().max().item()), (step, place)
             for name, tensor in single[place].items():
                 ours = unpack(stack[name])[place] if name[:-1] in ("factor", "root") else stack[name][place]
@@ -83,8 +105,8 @@ def everything_packed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triangles, "_LEAST", 1)
         patch.setattr(triangles.Triangle.__init__, "__defaults__", (2,))
-        patch.setattr(pieces, "_PACKED_ROOT", 1)
-        patch.setattr(pieces, "_PACKED_COLUMNS", 1)
+        patch.setattr(block_state, "_PACKED_ROOT", 1)
+        patch.setattr(block_state, "_PACKED_COLUMNS", 1)
         yield
 
 
@@ -94,7 +116,7 @@ def test_packed_triangles_give_the_same_updates(hyper, shape):
     if len(block) != len(hyper.exponents) > 1:
         return
     with everything_packed():
-        state = new_state(block, factored, hyper, 1, torch.float64, torch.device("cpu"))
+        state = new_state(hyper, block, [mode for mode, has_factor in enumerate(factored) if has_factor], 1)
         assert state["factor0"].shape == (1, block[0] * (block[0] + 1) // 2)
         assert state["root0"].ndim == 2
         compare(hyper, block, factored)
@@ -103,7 +125,7 @@ def test_packed_triangles_give_the_same_updates(hyper, shape):
 @pytest.mark.parametrize("solver", [Eigh(), WarmQR()])
 def test_packed_triangles_give_the_same_updates_for_soap(solver):
     with everything_packed():
-        compare(replace(BASE, family="soap", solver=solver), (4, 4), (True, True))
+        compare(replace(BASE, rule=SoapRule(), solver=solver), (4, 4), (True, True))
 
 
 @given(hyper=hypers)
@@ -126,7 +148,14 @@ def test_batched_equals_reference_for_tensors(hyper):
 @pytest.mark.parametrize("beta2", [0.9, 1.0])
 @pytest.mark.parametrize("scale", [None, Norm(0.3)])
 def test_batched_equals_reference_for_soap(solver, beta1, beta2, scale):
-    hyper = replace(BASE, family="soap", solver=solver, beta1=beta1, beta2=beta2, scale=scale)
+    hyper = replace(BASE, rule=SoapRule(), solver=solver, beta1=beta1, beta2=beta2, scale=scale)
     # square blocks only: the basis of a null space is arbitrary
     compare(hyper, (4, 4), (True, True))
     compare(hyper, (4, 4), (True, False))
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_blocks_of_a_stack_do_not_mix_in_the_published_soap(beta1):
+    hyper = replace(BASE, rule=PublishedSoapRule(), beta1=beta1)
+    compare(hyper, (4, 4), (True, True))
+    compare(hyper, (3, 3, 3), (True, True, True))

@@ -237,7 +237,10 @@ def test_options_changed_during_a_run_are_taken_up():
 
 def test_a_solver_of_the_user_s_own_is_used_and_left_out_of_the_state_dict():
     class Loud(nn.Module):
-        tolerance, is_warm, calls = 1e-3, False, 0
+        tolerance, is_warm, is_thread_safe, calls = 1e-3, False, False, 0
+
+        def check(self, exponent, ridge):
+            pass
 
         def solve(self, factors, exponent, ridge, warm=None):
             Loud.calls += 1

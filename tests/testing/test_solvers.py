@@ -28,6 +28,10 @@ class Broken:
     how: str
     tolerance: float = 1e-3
     is_warm: bool = False
+    is_thread_safe: bool = True
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Take everything."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         if self.how == "refuses":

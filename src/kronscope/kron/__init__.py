@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kronscope.kron.factors import Averaging, Ema, FactorState, Mean, Sum
 from kronscope.kron.grams import factored_gram, mode_gram, symmetric_product
 from kronscope.kron.operators import (
     Diagonal,
@@ -15,19 +14,14 @@ from kronscope.kron.operators import (
 from kronscope.kron.powers import PsdFactor, Spectrum, default_cutoff, psd_power
 
 __all__ = [
-    "Averaging",
     "Diagonal",
     "EigenbasisDiagonal",
-    "Ema",
-    "FactorState",
     "Identity",
     "KroneckerProduct",
     "KroneckerSum",
-    "Mean",
     "Operator",
     "PsdFactor",
     "Spectrum",
-    "Sum",
     "default_cutoff",
     "factored_gram",
     "mode_gram",

@@ -24,6 +24,7 @@ from kronscope.kron.bases import eigenbases, orthogonal_iteration, probe_vector
 from kronscope.kron.powers import Spectrum, default_cutoff
 
 __all__ = [
+    "SOLVER_MEMBERS",
     "CoupledNewton",
     "Eigh",
     "Ridge",
@@ -111,9 +112,26 @@ class RootSolver(Protocol):
         """Whether the solver starts from the previous eigenvectors, which must then be kept."""
         ...
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """Whether several threads may call :meth:`solve` at once, on different factors."""
+        ...
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Refuse powers that this solver cannot take.
+
+        Raises:
+            OptionError: it cannot take this one; the text says which solver can.
+        """
+        ...
+
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         """Return the roots of ``factors`` (B, d, d), each divided by its trace first."""
         ...
+
+
+# What a RootSolver has.
+SOLVER_MEMBERS = ("tolerance", "is_warm", "is_thread_safe", "check", "solve")
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,14 @@ class Eigh:
     float64: bool | None = None
     tolerance: float = 1e-3
     is_warm: bool = False
+
+    @property
+    def is_thread_safe(self) -> bool:
+        """True: nothing is kept between calls."""
+        return True
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Do nothing: every exponent is taken."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         """Return the roots of ``factors`` (B, d, d), each divided by its trace first.
@@ -158,6 +184,14 @@ class WarmQR:
     rounds: int = 1
     tolerance: float = 1e-2
     is_warm: bool = True
+
+    @property
+    def is_thread_safe(self) -> bool:
+        """True: nothing is kept between calls."""
+        return True
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Do nothing: every exponent is taken."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
         """Return the roots of ``factors`` (B, d, d), each divided by its trace first; cold without ``warm``."""
@@ -187,6 +221,15 @@ class CoupledNewton:
     iterations: int = 60
     tolerance: float = 1e-3
     is_warm: bool = False
+
+    @property
+    def is_thread_safe(self) -> bool:
+        """True: nothing is kept between calls."""
+        return True
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Refuse what :meth:`order_of` refuses."""
+        self.order_of(exponent, ridge)
 
     def order_of(self, exponent: float, ridge: Ridge) -> int:
         """Return p for the exponent -1/p.

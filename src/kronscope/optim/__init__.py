@@ -5,9 +5,9 @@ from __future__ import annotations
 from kronscope.kron.roots import CoupledNewton, Eigh, WarmQR
 from kronscope.optim.config import Adaptive, Every, Graft, Norm, Trace, Warmup
 from kronscope.optim.groups import param_groups
-from kronscope.optim.kl_shampoo import KLShampoo
-from kronscope.optim.shampoo import Shampoo
-from kronscope.optim.soap import SOAP
+from kronscope.optim.rules.kl import KLShampoo
+from kronscope.optim.rules.shampoo import Shampoo
+from kronscope.optim.rules.soap import SOAP
 from kronscope.optim.solvers import CostModel, measure_solvers
 
 __all__ = [

@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container
 from functools import partial
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.optim.advice import check_group_names
-from kronscope.optim.apply import apply_updates, check_supported, finite_gradients, full_precision
+from kronscope.optim.apply import check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.diagnostics import Diagnostics, diagnose
@@ -28,14 +28,13 @@ from kronscope.optim.options import (
     check_layout_options,
     check_rates,
     checked_group,
-    copies_of,
-    fixed_options,
     hyper_of,
     layout_options,
     structure_of,
 )
 from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_placement
 from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
+from kronscope.optim.rules import Rule
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.state import (
@@ -47,7 +46,7 @@ from kronscope.optim.state import (
     on_device,
     placed,
 )
-from kronscope.optim.work import Work, portions, together
+from kronscope.optim.step import Portion, portions, take_step
 from kronscope.support.callers import callers_level
 
 __all__ = ["KroneckerOptimizer"]
@@ -60,7 +59,7 @@ class KroneckerOptimizer(Optimizer):
     updates, apply them. Blocks of equal shape and options are treated together.
     """
 
-    family: ClassVar[Literal["shampoo", "soap", "kl"]]
+    rule: ClassVar[Rule]
     _layouts: dict[Tensor, Layout]
     _frozen: list[Tensor]
     _stacks: list[Stack]
@@ -76,7 +75,7 @@ class KroneckerOptimizer(Optimizer):
         self._placement, self._placed = SingleProcess(), False
         defaults = dict(defaults)
         self._parallel, self._process_group = defaults.pop("parallel"), defaults.pop("process_group")
-        super().__init__(as_groups(params), {**defaults, **fixed_options(self.family)})
+        super().__init__(as_groups(params), {**defaults, **self.rule.fixed})
         add_roles(self.param_groups, defaults["method"], type(self).__name__, whole=True)
         self._plan()
         self._place(self.param_groups)
@@ -90,13 +89,13 @@ class KroneckerOptimizer(Optimizer):
             OptionError: an option of the group is not allowed, or misspelt; nothing is added.
         """
         check_group_names(param_group, self.defaults, type(self).__name__)
-        checked = checked_group({**self.defaults, **param_group}, self.family)
+        checked = checked_group({**self.defaults, **param_group}, self.rule)
         name_alike(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update({name: checked[name] for name in OBJECTS})
         group.setdefault("skipped_steps", 0)
-        group["family"] = self.family
+        group["family"] = self.rule.name
         if self._placed:
             # the constructor's own groups are planned together, when all are there
             try:
@@ -120,16 +119,11 @@ class KroneckerOptimizer(Optimizer):
             self.param_groups,
             known,
             self.defaults["memory_budget"],
-            lambda group: copies_of(group, self.family),
-            self._fixed_layout,
+            self.rule,
             lambda param: param in thawed or is_trained(param),
         )
         self._layouts.update(found)
         self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
-
-    def _fixed_layout(self, group: dict[str, Any], param: Tensor) -> Layout | None:
-        """Return the layout of a parameter that is not to be decided by its shape and role."""
-        return None
 
     def _thaw(self) -> None:
         """Plan the parameters that were frozen and are not any more."""
@@ -157,7 +151,7 @@ class KroneckerOptimizer(Optimizer):
         self._placement.add(entries, self.param_groups, ranges)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return hyper_of(group, self.family)
+        return hyper_of(group, self.rule)
 
     def _known_hyper(self, group: dict[str, Any]) -> Hyper:
         """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
@@ -253,7 +247,7 @@ class KroneckerOptimizer(Optimizer):
                 else:
                     self.state[param] = initial_state(param, self._share(param), hypers[active[param]])
             newcomers = [(self.state[param], self._layouts[param], hypers[active[param]]) for param in fresh]
-            assign_phases(earlier, [entry for entry in newcomers if not entry[2].published])
+            assign_phases(earlier, newcomers)
         # groups with equal options share stacks, named after the first of them
         first = [hypers.index(hyper) for hyper in hypers]
         types = [(param.dtype, param.device) for param in self._layouts]
@@ -302,7 +296,7 @@ class KroneckerOptimizer(Optimizer):
                 )
 
     def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
-        works: list[Work] = []
+        work: list[Portion] = []
         # roots of another exponent are not merely old: they are all taken anew
         powers = {index: hyper.exponents for index, hyper in enumerate(hypers)}
         anew = {index for index, power in powers.items() if self._powers.get(index, power) != power}
@@ -315,12 +309,13 @@ class KroneckerOptimizer(Optimizer):
             for step, members in cohorts.items():
                 for portion in portions(stack, members):
                     grads = [exchange.blocks(member) for member in portion]
-                    works.append(Work(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
-        together(works, exchange.put, self._placement.roots)
+                    work.append(Portion(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
+        take_step(work, exchange.put, self._placement.roots)
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         """Change ``targets``: the parameters, or the parts or copies of them that this process changes."""
-        apply_updates(targets, updates, group)
+        steps = [int(self.state[param]["step"]) for param in params]
+        self.rule.for_group(group).apply(targets, updates, group, steps)
 
     # --- looking --------------------------------------------------------------------------------------------------
 
@@ -428,7 +423,7 @@ class KroneckerOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.family)
+        decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.rule)
         state_dict = {**state_dict, "param_groups": decoded}
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kronscope.errors import OptionError
-from kronscope.kron.roots import CoupledNewton, Eigh, RootSolver, WarmQR
+from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR
+
+if TYPE_CHECKING:
+    from kronscope.optim.rules import Rule
 
 __all__ = [
     "DEFAULT_REFRESH",
@@ -44,8 +47,8 @@ class Every:
         spread: Stagger, so that one process's steps take equally long. False takes all roots in the same step, which is
             faster where many processes share them: a step is over when the slowest is.
 
-    >>> [step for step in range(1, 10) if Every(4).is_due(step, phase=2)]
-    [1, 3, 7]
+    >>> Every(4).period, Every(4).takes_all(1), Every(4).takes_all(2)
+    (4, True, False)
     """
 
     steps: int = 10
@@ -64,10 +67,6 @@ class Every:
         """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
         return step == 1
 
-    def is_due(self, step: int, phase: int) -> bool:
-        """Whether a factor with this ``phase`` is refreshed at its ``step`` (counted from 1)."""
-        return self.takes_all(step) or (step - 1) % self.period == phase
-
 
 @dataclass(frozen=True)
 class Warmup:
@@ -80,8 +79,8 @@ class Warmup:
         every: The period afterwards.
         spread: As for :class:`Every`.
 
-    >>> [step for step in range(1, 12) if Warmup(first=3, every=4).is_due(step, phase=2)]
-    [1, 2, 3, 7, 11]
+    >>> [step for step in range(1, 12) if Warmup(first=3, every=4).takes_all(step)]
+    [1, 2, 3]
     """
 
     first: int = 10
@@ -101,10 +100,6 @@ class Warmup:
     def takes_all(self, step: int) -> bool:
         """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
         return step <= self.first
-
-    def is_due(self, step: int, phase: int) -> bool:
-        """Whether a factor with this ``phase`` is refreshed at its ``step`` (counted from 1)."""
-        return self.takes_all(step) or (step - 1) % self.period == phase
 
 
 @dataclass(frozen=True)
@@ -138,10 +133,6 @@ class Adaptive:
     def takes_all(self, step: int) -> bool:
         """Whether every factor is refreshed at its ``step`` (counted from 1) without looking."""
         return step == 1
-
-    def is_due(self, step: int, phase: int) -> bool:
-        """Whether a factor with this ``phase`` is looked at at its ``step`` (counted from 1)."""
-        return self.takes_all(step) or (step - 1) % self.period == phase
 
 
 @dataclass(frozen=True)
@@ -221,7 +212,7 @@ class Hyper:
     """Everything the update of a block depends on, apart from its gradient, its state and its step.
 
     Attributes:
-        family: Which algorithm.
+        rule: The algorithm.
         beta1: Decay of the gradient's mean, before preconditioning.
         beta2: Decay of the factors; 1 means sums.
         eps: Absolute; see the design of ``betas``.
@@ -234,10 +225,9 @@ class Hyper:
         momentum: Heavy-ball momentum after scaling.
         nesterov: Nesterov's form of it.
         solver: How roots are taken.
-        published: SOAP exactly as published.
     """
 
-    family: Literal["shampoo", "soap", "kl"]
+    rule: Rule
     beta1: float
     beta2: float
     eps: float
@@ -250,7 +240,6 @@ class Hyper:
     momentum: float
     nesterov: bool
     solver: RootSolver
-    published: bool = False
 
     @property
     def is_sum(self) -> bool:
@@ -263,7 +252,12 @@ class Hyper:
 
     def schedule_step(self, step: int) -> int:
         """Return the step the refresh schedule sees: roots are first taken at ``start``."""
-        return step if self.family == "soap" or math.isinf(self.start) else step - int(self.start) + 1
+        return step if math.isinf(self.start) else step - int(self.start) + 1
+
+    @property
+    def ridge(self) -> Ridge:
+        """What is added to the factors before a root is taken: eps to sums, damping to means."""
+        return Ridge(eps=self.eps) if self.is_sum else Ridge(damping=self.damping)
 
     def gain(self) -> float:
         """Return what a new Gram matrix is multiplied with."""

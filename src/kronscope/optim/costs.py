@@ -8,7 +8,7 @@ from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 
-__all__ = ["ELEMENT_COST", "block_work", "layout_work", "refresh_cost", "step_cost"]
+__all__ = ["BASIS_COST", "ELEMENT_COST", "ROOT_COST", "block_work", "layout_work", "refresh_cost", "step_cost"]
 
 # An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
 # multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
@@ -21,12 +21,7 @@ ELEMENT_COST = 60.0
 
 def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
     """Return what it costs to refresh one factor of one block, in multiply-adds of a matrix product."""
-    size, entries = float(tile.block[mode]), math.prod(tile.block)
-    if hyper.family != "soap":
-        return ROOT_COST * size**3
-    basis = BASIS_COST if hyper.solver.is_warm else ROOT_COST
-    # both moments are turned into the new basis
-    return basis * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
+    return hyper.rule.refresh_cost(tile.block, mode, hyper)
 
 
 def step_cost(tile: Tile, hyper: Hyper) -> float:
@@ -41,11 +36,9 @@ def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
 
 
 def _products(tile: Tile, hyper: Hyper) -> float:
-    # one Gram matrix and one multiplication by the root, or two turns of SOAP's bases
-    passes = 3 if hyper.family == "soap" else 2 + (hyper.family == "kl") + (hyper.power_rounds - 1)
-    entries = math.prod(tile.block)
+    passes, entries = hyper.rule.passes(hyper), math.prod(tile.block)
     # of a Gram matrix that is kept as a triangle only the lower panels are formed
-    saves = not hyper.published and hyper.power_rounds == 1
+    saves = hyper.rule.packs and hyper.power_rounds == 1
     sizes = [tile.block[mode] for mode in tile.modes]
     return sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
 

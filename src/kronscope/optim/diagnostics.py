@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kronscope.kron.roots import root_residual
 from kronscope.kron.triangles import stored_traces, unpack
 from kronscope.optim.apply import prepared_gradient
-from kronscope.optim.batched import Moments, direction
+from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
+from kronscope.optim.elementwise import elementwise_directions
 from kronscope.optim.explain import table
-from kronscope.optim.grafts import rescaled
 from kronscope.optim.parallel import Placement
 from kronscope.optim.parallel.shards import is_dtensor
-from kronscope.optim.pieces import Tensors, batched_times, ridge_of
-from kronscope.optim.soap_batched import soap_direction
 from kronscope.optim.stacks import block_key, factor_dtype
 
 __all__ = ["Diagnostics", "DiagnosticsRow", "diagnose"]
@@ -136,9 +133,10 @@ def _part(
     for index, tile in enumerate(layout.tiles):
         one = _tile_tensors(tensors, index)
         for mode in tile.modes if tile.count else ():
-            condition = _worst(condition, _condition(one, mode, hyper, step))
+            condition = _worst(condition, _largest(hyper.rule.conditions(one, mode, hyper, step)))
             rank = -_worst(-rank, -_effective_rank(one[f"factor{mode}"]))
-            residual = _worst(residual, _residual(one, mode, hyper, step))
+            if step >= hyper.start:
+                residual = _worst(residual, float(hyper.rule.residuals(one, mode, slice(None), hyper, step).amax()))
             staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
     squares = _squares(param, tensors, layout, hyper, group, step)
     if layout.is_elementwise and not placement.is_counted(param):
@@ -156,14 +154,10 @@ def _worst(first: float, second: float) -> float:
     return second if math.isnan(first) else first if math.isnan(second) else max(first, second)
 
 
-def _condition(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
-    if hyper.family == "soap":
-        values = torch.linalg.eigvalsh(state[f"factor{mode}"].double() / hyper.correction2(step)).clamp_min(0)
-        positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))
-        return float((values.amax(-1) / positive.amin(-1)).amax())
-    largest, smallest = state["spectrum"][:, mode, 1], state["spectrum"][:, mode, 2]
-    ratio = torch.where(smallest > 0, largest / smallest, torch.full_like(largest, math.nan))
-    return float(ratio.nan_to_num(nan=-1.0).amax()) if bool((smallest > 0).any()) else math.nan
+def _largest(values: Tensor) -> float:
+    """Return the largest number that is known, NaN if none is."""
+    known = values[~values.isnan()]
+    return float(known.amax()) if known.numel() else math.nan
 
 
 def _effective_rank(factors: Tensor) -> float:
@@ -175,28 +169,10 @@ def _effective_rank(factors: Tensor) -> float:
     return float(ranks.amin())
 
 
-def _residual(state: Tensors, mode: int, hyper: Hyper, step: int) -> float:
-    factors = state[f"factor{mode}"] / hyper.correction2(step)
-    if hyper.family == "soap":
-        basis = state[f"basis{mode}"]
-        moved = factors @ basis
-        rest = moved - basis * (basis * moved).sum(-2, keepdim=True)
-        sizes = factors.norm(dim=(-2, -1)).clamp_min(torch.finfo(factors.dtype).tiny)
-        return float((rest.norm(dim=(-2, -1)) / sizes).amax())
-    if step < hyper.start:
-        return math.nan
-    largest = state["spectrum"][:, mode, 1]
-    return float(root_residual(factors, state[f"root{mode}"], hyper.exponent(mode), ridge_of(hyper), largest).amax())
-
-
 def _squares(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int) -> float:
     """Squares of the update the present state would make; NaN where it needs a gradient that is not here."""
     if layout.is_elementwise:
-        if hyper.is_sum:
-            denominator = (tensors["exp_avg_sq"] + hyper.eps).sqrt()
-        else:
-            denominator = (tensors["exp_avg_sq"] / hyper.correction2(step)).sqrt() + hyper.eps
-        update = tensors["exp_avg"] / (1 - hyper.beta1**step) / denominator
+        (update,) = elementwise_directions([tensors["exp_avg"]], [tensors["exp_avg_sq"]], hyper, step)
         return float(update.nan_to_num(nan=0.0).double().square().sum())
     squares = 0.0
     for index, tile in enumerate(layout.tiles):
@@ -209,17 +185,10 @@ def _squares(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, grou
 def _peek(
     param: Tensor, state: Tensors, tile: Tile, layout: Layout, hyper: Hyper, group: dict[str, Any], step: int
 ) -> Tensor | None:
-    if hyper.published and step == 1:
-        return torch.zeros(1)
     if hyper.beta1 > 0:
         mean = state["exp_avg"]
     elif param.grad is not None and not is_dtensor(param):
         mean = tile.extract(prepared_gradient(param, param.grad, group).to(factor_dtype(param)).reshape(layout.view))
     else:
         return None
-    if hyper.family == "soap":
-        if hyper.beta1 == 0:
-            for mode in tile.modes:
-                mean = batched_times(state[f"basis{mode}"].mT, mean, mode)
-        return rescaled(soap_direction(state, mean, tile.modes, hyper, step), hyper)
-    return direction(state, Moments(mean), tile.factored, hyper, step, peek=True)
+    return hyper.rule.preview(state, mean, tile.modes, hyper, step)

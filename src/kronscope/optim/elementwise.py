@@ -16,7 +16,7 @@ from torch import Tensor
 from kronscope.optim.apply import apply_updates, prepared_gradient
 from kronscope.optim.config import Hyper
 
-__all__ = ["elementwise_state", "elementwise_step"]
+__all__ = ["elementwise_directions", "elementwise_state", "elementwise_step"]
 
 
 def elementwise_state(param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -51,10 +51,17 @@ def _updates(grads: list[Tensor], means: list[Tensor], seconds: list[Tensor], hy
     torch._foreach_lerp_(means, grads, 1 - hyper.beta1)
     if hyper.is_sum:
         torch._foreach_addcmul_(seconds, grads, grads)
-        denominators = torch._foreach_sqrt(torch._foreach_add(seconds, hyper.eps))
     else:
         torch._foreach_mul_(seconds, hyper.beta2)
         torch._foreach_addcmul_(seconds, grads, grads, value=1 - hyper.beta2)
+    return elementwise_directions(means, seconds, hyper, step)
+
+
+def elementwise_directions(means: list[Tensor], seconds: list[Tensor], hyper: Hyper, step: int) -> list[Tensor]:
+    """Return the updates of parameters with these moments, which are not changed."""
+    if hyper.is_sum:
+        denominators = torch._foreach_sqrt(torch._foreach_add(seconds, hyper.eps))
+    else:
         denominators = torch._foreach_sqrt(seconds)
         torch._foreach_div_(denominators, hyper.correction2(step) ** 0.5)
         torch._foreach_add_(denominators, hyper.eps)

@@ -129,7 +129,6 @@ def explain_plan(
     rows = []
     for (name, param, layout, hyper, size, flops), cost in zip(drafts, costs, strict=True):
         tiles = layout.tiles
-        kind = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KL-Shampoo"}[hyper.family]
         plain = "Adagrad" if hyper.is_sum else "AdamW"
         rows.append(
             ExplanationRow(
@@ -138,7 +137,7 @@ def explain_plan(
                 view=layout.view,
                 blocks=sum(tile.count for tile in tiles),
                 factors=tuple(tiles[0].block[mode] for mode in tiles[0].modes) if tiles else (),
-                method="frozen" if layout.frozen else f"{kind if tiles else plain} ({layout.reason})",
+                method="frozen" if layout.frozen else f"{hyper.rule.title if tiles else plain} ({layout.reason})",
                 solver=type(hyper.solver).__name__ if tiles else "",
                 refresh=str(hyper.refresh) if tiles else "",
                 bytes=size,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kronscope.optim.block_math import in_memory_order
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
-from kronscope.optim.pieces import in_memory_order
 
 __all__ = [
     "adam_graft",

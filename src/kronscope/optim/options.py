@@ -6,25 +6,22 @@ import math
 import numbers
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from kronscope.errors import OptionError
-from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR, root_order
-from kronscope.optim.config import DEFAULT_REFRESH, Adaptive, Every, Graft, Hyper, Norm, parse_refresh, parse_scale
+from kronscope.kron.roots import SOLVER_MEMBERS, RootSolver
+from kronscope.optim.config import DEFAULT_REFRESH, Graft, Hyper, parse_refresh, parse_scale
+from kronscope.optim.rules import Rule
 from kronscope.optim.solvers import CostModel
 
 __all__ = [
-    "CLASS_NAMES",
     "LAYOUT_OPTIONS",
     "OBJECTS",
-    "Family",
     "check_layout_options",
     "check_rates",
     "checked_group",
-    "copies_of",
-    "fixed_options",
     "hyper_of",
     "layout_options",
     "structure_of",
@@ -36,29 +33,13 @@ OBJECTS = ("refresh", "scale", "solver")
 LAYOUT_OPTIONS = ("method", "view", "merge", "split", "block_size", "memory_budget")
 
 
-Family = Literal["shampoo", "soap", "kl"]
-
-# Options of the common state machine that an algorithm does not have, at the values that leave them out.
-_FIXED: dict[str, dict[str, object]] = {
-    "shampoo": {},
-    "soap": {"exponent": -0.5, "damping": 0.0, "start": 1, "power_rounds": 1, "momentum": 0.0, "nesterov": False},
-    # its whitening uses the roots that precondition, which are inverse square roots
-    "kl": {"exponent": -0.5, "power_rounds": 1},
-}
-CLASS_NAMES = {"shampoo": "Shampoo", "soap": "SOAP", "kl": "KLShampoo"}
-
-
-def fixed_options(family: Family) -> dict[str, object]:
-    """Return the options that an algorithm does not have, with the values they count as."""
-    return dict(_FIXED[family])
-
-
-def checked_group(group: dict[str, Any], family: Family) -> dict[str, Any]:
+def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
     """Return the options of a group with names turned into objects.
 
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
     """
+    rule = rule.for_group(group)
     check_rates(group)
     _check_numbers(group)
     if group["nesterov"] and not group["momentum"] > 0:
@@ -74,27 +55,30 @@ def checked_group(group: dict[str, Any], family: Family) -> dict[str, Any]:
         raise OptionError(f"memory_budget must be a number of bytes or None, got {budget!r}.")
     solver = CostModel() if isinstance(group["solver"], str) and group["solver"] == "auto" else group["solver"]
     if not isinstance(solver, RootSolver):
-        raise OptionError(f"solver must be 'auto' or a root solver such as Eigh(), got {solver!r}.")
+        missing = [name for name in SOLVER_MEMBERS if not hasattr(solver, name)]
+        raise OptionError(
+            f"solver must be 'auto' or a root solver such as Eigh(), got {solver!r}, which has no "
+            f"{', '.join(missing)}; kronscope.kron.roots.RootSolver says what these are."
+        )
     refresh, scale = parse_refresh(group["refresh"]), parse_scale(group["scale"])
-    if group.get("reference") and refresh is DEFAULT_REFRESH:
-        refresh = Every(10)
+    if refresh is DEFAULT_REFRESH:
+        refresh = rule.default_refresh
     checked = {**group, "refresh": refresh, "scale": scale, "solver": solver}
-    _check_family(checked, family)
-    if family != "soap":
-        _check_roots(checked)
+    rule.check_fixed(checked)
+    rule.check_options(checked)
     return checked
 
 
-def hyper_of(group: dict[str, Any], family: Family) -> Hyper:
+def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     """Read a group's options as they are now; schedulers and people may have changed them.
 
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
     """
-    group = checked_group(group, family)
+    group = checked_group(group, rule)
     beta1, beta2 = group["betas"]
     return Hyper(
-        family=family,
+        rule=rule.for_group(group),
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),
@@ -107,7 +91,6 @@ def hyper_of(group: dict[str, Any], family: Family) -> Hyper:
         momentum=float(group["momentum"]),
         nesterov=bool(group["nesterov"]),
         solver=group["solver"],
-        published=bool(group.get("reference", False)),
     )
 
 
@@ -144,49 +127,6 @@ def _check_numbers(group: dict[str, Any]) -> None:
     exponents = _exponents(group)
     if not exponents or not all(isinstance(e, int | float) and math.isfinite(e) for e in exponents):
         raise OptionError(f"exponent must be a finite number, or one for each factor, got {group['exponent']!r}.")
-
-
-def _check_family(group: dict[str, Any], family: Family) -> None:
-    """Refuse what an algorithm does not have."""
-    for name, value in _FIXED[family].items():
-        if group[name] != value:
-            raise OptionError(f"{CLASS_NAMES[family]} has no option {name!r}; leave it out.")
-    if family == "kl" and group["betas"][1] == 1:
-        raise OptionError("KL-Shampoo's factors are means: sums of whitened gradients have no meaning; use beta2 < 1.")
-    if family != "soap":
-        return
-    if not isinstance(group["scale"], Norm | None):
-        raise OptionError(f"SOAP has Adam's scale; scale must be None, 'norm' or Norm(rms), got {group['scale']!r}.")
-    if not isinstance(group["solver"], Eigh | WarmQR | CostModel):
-        raise OptionError(
-            f"SOAP needs eigenvectors; solver must be 'auto', WarmQR() or Eigh(), got {group['solver']!r}."
-        )
-    if group["reference"]:
-        if not isinstance(group["refresh"], Every) or group["betas"][1] == 1 or group["decay"] != "decoupled":
-            raise OptionError("the published SOAP refreshes every k steps (an int), has betas[1] < 1, decoupled decay.")
-        plain = {"scale": None, "block_size": None, "memory_budget": None, "method": "auto", "merge": 0, "split": None}
-        other = [name for name, value in plain.items() if group[name] != value]
-        if other:
-            raise OptionError(f"the published SOAP has no option {', '.join(map(repr, other))}; leave reference out.")
-
-
-def _check_roots(group: dict[str, Any]) -> None:
-    """Refuse exponents that the solver or the schedule cannot work with."""
-    beta2 = float(group["betas"][1])
-    ridge = Ridge(eps=float(group["eps"])) if beta2 == 1 else Ridge(damping=float(group["damping"]))
-    for exponent in _exponents(group):
-        if isinstance(group["solver"], CoupledNewton):
-            group["solver"].order_of(exponent, ridge)
-        if isinstance(group["refresh"], Adaptive) and root_order(exponent) is None:
-            raise OptionError(
-                f"an Adaptive refresh looks at how well a root fits, which works for exponents -1, -1/2, -1/3, ..., "
-                f"got {exponent}; use Every or Warmup."
-            )
-
-
-def copies_of(group: dict[str, Any], family: Family) -> int:
-    """Return how many matrices of a factor's size are kept for each: itself, its root, a warm start's basis."""
-    return 3 if family != "soap" and getattr(group["solver"], "is_warm", False) else 2
 
 
 def structure_of(hyper: Hyper) -> tuple[object, ...]:

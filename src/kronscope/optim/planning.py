@@ -22,6 +22,7 @@ from kronscope.optim.blocks import (
     plan_layout,
 )
 from kronscope.optim.roles import EXPERTS, LIKE_A_TABLE, like_tables, roles_in, roles_of
+from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype
 from kronscope.support.callers import callers_level
 
@@ -164,8 +165,7 @@ def plan_layouts(
     groups: Sequence[dict[str, Any]],
     known: Mapping[Tensor, Layout],
     shared: float | None,
-    copies: Callable[[dict[str, Any]], int],
-    fixed: Callable[[dict[str, Any], Tensor], Layout | None],
+    rule: Rule,
     trained: Callable[[Tensor], bool] = is_trained,
 ) -> dict[Tensor, Layout]:
     """Decide the layouts of all parameters that have none yet.
@@ -177,8 +177,7 @@ def plan_layouts(
         groups: All parameter groups, with roles.
         known: The layouts there are.
         shared: The constructor's memory budget.
-        copies: How many matrices of a factor's size a group keeps for each.
-        fixed: Returns the layout of a parameter that is not to be decided here.
+        rule: The optimizer's family.
         trained: Whether a parameter takes part in training.
 
     Raises:
@@ -189,11 +188,12 @@ def plan_layouts(
     for index, group in enumerate(groups):
         limit = group["memory_budget"]
         pool = pools.setdefault(-1 if limit == shared else index, _Pool(limit))
-        kept = copies(group)
+        own = rule.for_group(group)
+        kept = own.matrices(group["solver"])
         base = layout_options_of(group)
         for param, role in zip(group["params"], group["roles"], strict=True):
             size = kept * torch.finfo(factor_dtype(param)).bits // 8
-            given = fixed(group, param)
+            given = own.layout(tuple(param.shape))
             if param in known:
                 pool.count(param, known[param], size)
             elif not trained(param):

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kronscope.kron.roots import root_residual
-from kronscope.kron.triangles import unpack
+from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost
-from kronscope.optim.pieces import Tensors, ridge_of
 from kronscope.optim.stacks import Stack, block_key
 
 __all__ = ["assign_phases", "due_blocks", "stale_blocks"]
@@ -56,7 +54,8 @@ def assign_phases(
         everyone: State, layout and options of all parameters that had a gradient before.
         newcomers: The same of those whose state was just made; their phases are written.
     """
-    earlier, sides = list(_sides(everyone)), list(_sides(newcomers))
+    staggered = [entry for entry in newcomers if entry[2].rule.is_staggered]
+    earlier, sides = list(_sides(everyone)), list(_sides(staggered))
     costs: dict[int, list[float]] = {}
     for cost, period, phases, _ in earlier + sides:
         costs.setdefault(period, []).extend([cost] * phases.shape[0])
@@ -100,8 +99,8 @@ def due_blocks(
     at, period = hyper.schedule_step(step), hyper.refresh.period
     count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
     due: list[Tensor | None] = []
-    for mode, has_factor in enumerate(stack.factored):
-        if not has_factor or at < 1 or (hyper.family != "soap" and step < hyper.start):
+    for mode in range(len(stack.block)):
+        if mode not in stack.modes or at < 1 or step < hyper.start:
             due.append(None)
         elif anew or hyper.refresh.takes_all(at):
             due.append(torch.arange(count))
@@ -118,15 +117,5 @@ def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: i
     schedule = hyper.refresh
     if not isinstance(schedule, Adaptive) or schedule.takes_all(hyper.schedule_step(step)):
         return index
-    factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
-    if hyper.family == "soap":
-        basis = state[f"basis{mode}"][index]
-        moved = factors @ basis
-        rest = moved - basis * (basis * moved).sum(-2, keepdim=True)
-        tiny = torch.finfo(factors.dtype).tiny
-        residuals = rest.norm(dim=(-2, -1)) / factors.norm(dim=(-2, -1)).clamp_min(tiny)
-    else:
-        largest = state["spectrum"][index, mode, 1]
-        roots = unpack(state[f"root{mode}"][index])
-        residuals = root_residual(factors, roots, hyper.exponent(mode), ridge_of(hyper), largest)
+    residuals = hyper.rule.residuals(state, mode, index, hyper, step)
     return index[(residuals > schedule.tolerance).cpu()]

@@ -48,6 +48,14 @@ class CostModel:
         """Make the table hashable, also when it was read from a file."""
         object.__setattr__(self, "newton", tuple((str(kind), int(size)) for kind, size in self.newton))
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """True: nothing is kept between calls."""
+        return True
+
+    def check(self, exponent: float, ridge: Ridge) -> None:
+        """Do nothing: every exponent is taken."""
+
     def choice(
         self, device: str, size: int, exponent: float, ridge: Ridge, dtype: torch.dtype = torch.float32
     ) -> RootSolver:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronscope.optim.block_math import short_first
+from kronscope.optim.block_state import MOMENTS, Blocks, Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
-from kronscope.optim.pieces import MOMENTS, Tensors, new_state, short_first
 
 __all__ = ["Member", "Stack", "add_missing", "block_key", "build_stacks", "factor_dtype", "initial_state"]
 
@@ -61,7 +62,7 @@ class Stack:
 
     Attributes:
         block: The blocks' shape.
-        factored: Which modes have factors.
+        modes: The modes that have a factor.
         group: The first parameter group with these options.
         members: Where the blocks come from, in order.
         tensors: State, one row per block.
@@ -70,7 +71,7 @@ class Stack:
     """
 
     block: tuple[int, ...]
-    factored: tuple[bool, ...]
+    modes: tuple[int, ...]
     group: int
     members: list[Member] = field(default_factory=list)
     tensors: Tensors = field(default_factory=dict)
@@ -110,8 +111,8 @@ def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
     state: Tensors = {"step": torch.zeros((), dtype=torch.float32)}
     dtype = factor_dtype(param)
     for index, tile in enumerate(layout.tiles):
-        made = new_state(tile.block, tile.factored, hyper, tile.count, dtype, param.device)
-        for name, tensor in made.items():
+        blocks = Blocks(tile.block, tile.modes, tile.count, dtype, param.device, hyper.rule.packs)
+        for name, tensor in hyper.rule.new_state(blocks, hyper).items():
             state[block_key(index, name)] = tensor
         # every process knows all phases, to find the emptiest step for parameters added later
         state[block_key(index, "phase")] = torch.zeros(tile.total, len(tile.block), dtype=torch.int64)
@@ -140,8 +141,8 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
             if tile.count == 0:
                 continue
             names = tuple(new_state_names(tile, hyper))
-            key = (tile.block, tile.factored, group, factor_dtype(param), param.device, names)
-            stack = stacks.setdefault(key, Stack(tile.block, tile.factored, group))
+            key = (tile.block, tile.modes, group, factor_dtype(param), param.device, names)
+            stack = stacks.setdefault(key, Stack(tile.block, tile.modes, group))
             stack.members.append(Member(param, layout, index, group, stack.count))
     for key, stack in stacks.items():
         for name in key[-1]:
@@ -155,8 +156,8 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
 
 def new_state_names(tile: Tile, hyper: Hyper) -> list[str]:
     """Return the names of the tensors a tile has."""
-    empty = new_state(tile.block, tile.factored, hyper, 0, torch.float32, torch.device("meta"))
-    return list(empty)
+    blocks = Blocks(tile.block, tile.modes, 0, torch.float32, torch.device("meta"), hyper.rule.packs)
+    return list(hyper.rule.new_state(blocks, hyper))
 
 
 def _own(tile: Tile, rows: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from kronscope.kron.roots import RootSolver
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.elementwise import elementwise_state
-from kronscope.optim.options import CLASS_NAMES, LAYOUT_OPTIONS, OBJECTS
+from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
+from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype, initial_state
 
 __all__ = ["check_loaded", "decoded_groups", "encoded_group", "hooks_off", "load_tensors", "on_device", "placed"]
@@ -32,7 +33,7 @@ def encoded_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_groups(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], family: str
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], rule: Rule
 ) -> list[dict[str, Any]]:
     """Undo :func:`encoded_group` for groups that were saved, completed from the optimizer's own.
 
@@ -46,9 +47,7 @@ def decoded_groups(
         for name in (*OBJECTS, "skipped_steps", "family"):
             old.setdefault(name, group[name])
         old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
-        if old["family"] != family:
-            saver = CLASS_NAMES.get(str(old["family"]), old["family"])
-            raise StateError(f"the state was saved by {saver}; this optimizer is {CLASS_NAMES[family]}.")
+        rule.check_saved_by(str(old["family"]))
     return found
 
 

@@ -42,6 +42,7 @@ def check_solver(solver: RootSolver, *, tolerance: float = 1e-2, seed: int = 0) 
             for ridge in _RIDGES:
                 where = f"{solver} at exponent {exponent}, {ridge}, size {size} and rank {rank}"
                 try:
+                    solver.check(exponent, ridge)
                     _check(solver, factors, exponent, ridge, tolerance)
                     solved += 1
                 except OptionError:

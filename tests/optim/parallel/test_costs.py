@@ -20,12 +20,13 @@ from kronscope.optim.parallel.assign import Rows, Work, assign_blocks, assign_ro
 from kronscope.optim.parallel.distributed import Distributed
 from kronscope.optim.parallel.division import Division
 from kronscope.optim.parallel.placement import Planned
+from kronscope.optim.rules.shampoo import ShampooRule
 from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import initial_state
 from tests.optim.parallel.model import wrapped
 from tests.optim.parallel.pool import Pool
 
-HYPER = Hyper("shampoo", 0.9, 0.95, 1e-8, (-0.5,), Graft(), Every(10), 1e-4, 1, 1, 0.0, False, CostModel())
+HYPER = Hyper(ShampooRule(), 0.9, 0.95, 1e-8, (-0.5,), Graft(), Every(10), 1e-4, 1, 1, 0.0, False, CostModel())
 
 
 def gpt2(layers: int = 12, width: int = 768) -> list[tuple[str, tuple[int, ...]]]:

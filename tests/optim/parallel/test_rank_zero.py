@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from kronscope.errors import StateError
 from kronscope.kron.roots import WarmQR
-from kronscope.optim import SOAP, Adaptive, KLShampoo, Shampoo, work
+from kronscope.optim import SOAP, Adaptive, KLShampoo, Shampoo
 from kronscope.optim.schedule import stale_blocks
+from kronscope.optim.step import Portion
 from tests.optim.parallel.model import MAKERS, made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import gradients, parameters
@@ -106,7 +107,7 @@ def with_kind(kind: str, disagree: bool = False) -> list[Tensor]:
     found = stale_blocks
     if disagree and dist.get_rank() == 1:
         found = lambda *arguments: stale_blocks(*arguments)[:0]  # noqa: E731
-    with mock.patch("kronscope.optim.work.stale_blocks", found):
+    with mock.patch("kronscope.optim.step.stale_blocks", found):
         for step, grads in enumerate(zip(*history, strict=True)):
             for param, grad in zip(params, grads, strict=True):
                 # a parameter that joins later has another step than those of its shape
@@ -138,13 +139,13 @@ def roots_taken() -> list[int]:
     """How many roots this process takes in each of four steps."""
     params = parameters(*[(12, 8)] * 6)
     optimizer = Shampoo(params, 0.01, refresh=3)
-    real, taken = work.Work.refresh, [0]
+    real, taken = Portion.refresh, [0]
 
-    def counted(self: work.Work, mode: int, index: Tensor) -> Tensor | None:
+    def counted(self: Portion, mode: int, index: Tensor) -> Tensor | None:
         taken[-1] += index.numel()
         return real(self, mode, index)
 
-    with mock.patch.object(work.Work, "refresh", counted):
+    with mock.patch.object(Portion, "refresh", counted):
         for grads in zip(*[gradients((12, 8), 4, seed=i) for i in range(6)], strict=True):
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad.clone()

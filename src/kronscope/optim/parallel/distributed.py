@@ -19,7 +19,7 @@ from kronscope.optim.parallel.scattered import Holders, Scattered
 from kronscope.optim.parallel.sharded import ShardedExchange, routes_of
 from kronscope.optim.parallel.shards import is_dtensor, local_gradient, local_tensor, shards_of
 from kronscope.optim.stacks import Member
-from kronscope.optim.work import LocalRoots
+from kronscope.optim.step import LocalRoots
 from kronscope.support.callers import is_called_from
 from kronscope.support.processes import GroupProcesses
 

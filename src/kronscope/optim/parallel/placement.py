@@ -11,7 +11,7 @@ from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.parallel.assign import Range
 from kronscope.optim.stacks import Member
-from kronscope.optim.work import Roots
+from kronscope.optim.step import RootTaker
 
 __all__ = ["Apply", "Exchange", "Placement", "Planned", "Ranges", "Tensors", "apply_by_group"]
 
@@ -60,7 +60,7 @@ class Placement(Protocol):
         ...
 
     @property
-    def roots(self) -> Roots:
+    def roots(self) -> RootTaker:
         """Who takes the roots that are due in a step."""
         ...
 

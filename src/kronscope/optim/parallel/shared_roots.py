@@ -14,7 +14,7 @@ from kronscope.optim.parallel.assign import Range, assign_blocks
 from kronscope.optim.parallel.assign import Work as Cost
 from kronscope.optim.parallel.collectives import gather_flat, sum_over
 from kronscope.optim.parallel.replicated import is_even
-from kronscope.optim.work import Due, Work, solve, turn
+from kronscope.optim.step import Due, Portion, carry_over, solve
 
 __all__ = ["SharedRoots"]
 
@@ -22,7 +22,7 @@ __all__ = ["SharedRoots"]
 class SharedRoots:
     """The roots that are due in a step are divided by what they cost, and gathered.
 
-    All processes must have the same works. Factors are theirs, and may differ by rounding; roots are afterwards the
+    All processes must have the same portions. Factors are theirs, and may differ by rounding; roots are afterwards the
     same bits everywhere.
 
     Args:
@@ -33,18 +33,17 @@ class SharedRoots:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 
-    def may_grow(self, work: Work) -> bool:
+    def may_grow(self, portion: Portion) -> bool:
         """Whether another process may find a root due that this one does not: where numbers decide."""
-        return work.is_adaptive
+        return portion.is_adaptive
 
-    def take(self, works: Sequence[Work]) -> None:
+    def take(self, work: Sequence[Portion]) -> None:
         """Take this process's share of the roots, and get the others'."""
-        self._agree([work for work in works if work.is_adaptive])
-        due = [Due(work, mode, index) for work in works for mode, index in work.due]
-        # the published SOAP permutes moments as it goes: what it changes cannot be told apart by mode
-        solve([one for one in due if one.work.hyper.published])
-        due = [one for one in due if not one.work.hyper.published]
-        ranges = _ranges(tuple((one.work.root_cost(one.mode), one.blocks.numel()) for one in due), self._size)
+        self._agree([portion for portion in work if portion.is_adaptive])
+        due = [Due(portion, mode, index) for portion in work for mode, index in portion.due]
+        solve([one for one in due if not one.portion.hyper.rule.has_separate_roots])
+        due = [one for one in due if one.portion.hyper.rule.has_separate_roots]
+        ranges = _ranges(tuple((one.portion.root_cost(one.mode), one.blocks.numel()) for one in due), self._size)
         shared = [_Shared(one, by_process) for one, by_process in zip(due, ranges, strict=True)]
         mine = [one for one in shared if one.count(self._rank)]
         for one, bases in zip(mine, solve([one.part(self._rank) for one in mine]), strict=True):
@@ -52,12 +51,12 @@ class SharedRoots:
                 one.write(self._rank, [bases])
         self._gather(shared)
         # in the same order everywhere, and as one process would
-        turn((one.due, one.bases) for one in shared)
+        carry_over((one.due, one.bases) for one in shared)
 
     def _gather(self, shared: Sequence[_Shared]) -> None:
         """Send this process's roots and receive the others', one call per dtype and device."""
-        for kind in dict.fromkeys(one.due.work.kind for one in shared):
-            alike = [one for one in shared if one.due.work.kind == kind]
+        for kind in dict.fromkeys(one.due.portion.kind for one in shared):
+            alike = [one for one in shared if one.due.portion.kind == kind]
             sizes = [sum(one.width * one.count(rank) for one in alike) for rank in range(self._size)]
             flat = [part.reshape(-1) for one in alike for part in one.read(self._rank)]
             outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=kind[0], device=kind[1])
@@ -69,24 +68,24 @@ class SharedRoots:
                     one.write(rank, one.shaped(rank, values[start:stop]))
                     start = stop
 
-    def _agree(self, works: Sequence[Work]) -> None:
+    def _agree(self, work: Sequence[Portion]) -> None:
         """Make every root due that any process finds due."""
-        if not works:
+        if not work:
             return
-        flags = [torch.zeros(work.count, len(work.block), dtype=torch.int32) for work in works]
-        for work, flag in zip(works, flags, strict=True):
-            for mode, index in work.due:
+        flags = [torch.zeros(portion.count, len(portion.block), dtype=torch.int32) for portion in work]
+        for portion, flag in zip(work, flags, strict=True):
+            for mode, index in portion.due:
                 flag[index, mode] = 1
-        flat = torch.cat([flag.view(-1) for flag in flags]).to(works[0].kind[1])
+        flat = torch.cat([flag.view(-1) for flag in flags]).to(work[0].kind[1])
         total = sum_over(flat, self._group, "comparing which roots are due").cpu().split([f.numel() for f in flags])
-        for work, flag, counts in zip(works, flags, total, strict=True):
+        for portion, flag, counts in zip(work, flags, total, strict=True):
             columns = (counts.view_as(flag) > 0).unbind(1)
             indices = [(mode, column.nonzero().flatten()) for mode, column in enumerate(columns)]
-            work.due = [(mode, index) for mode, index in indices if index.numel()]
+            portion.due = [(mode, index) for mode, index in indices if index.numel()]
 
 
 class _Shared:
-    """Roots that are due, divided over processes: of some blocks of a work, in one mode.
+    """Roots that are due, divided over processes: of some blocks of a portion, in one mode.
 
     Args:
         due: The roots.
@@ -99,9 +98,9 @@ class _Shared:
 
     def __init__(self, due: Due, ranges: Sequence[Range]) -> None:
         self.due, self._ranges = due, ranges
-        tensors = due.work.root_tensors(due.mode)
+        tensors = due.portion.root_tensors(due.mode)
         self.bases = None
-        if due.work.turns:
+        if due.portion.hyper.rule.carries:
             self.bases = tensors[0].new_empty(due.blocks.numel(), *tensors[0].shape[1:])
             tensors = [self.bases]
         self._tensors = tensors
@@ -113,7 +112,7 @@ class _Shared:
 
     def part(self, rank: int) -> Due:
         """Return the roots that a process takes."""
-        return Due(self.due.work, self.due.mode, self.due.blocks[slice(*self._ranges[rank])])
+        return Due(self.due.portion, self.due.mode, self.due.blocks[slice(*self._ranges[rank])])
 
     def _rows(self, rank: int) -> Tensor:
         return torch.arange(*self._ranges[rank]) if self.bases is not None else self.part(rank).blocks

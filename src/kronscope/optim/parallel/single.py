@@ -12,7 +12,7 @@ from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors, apply_by_group
 from kronscope.optim.stacks import Member
-from kronscope.optim.work import LocalRoots
+from kronscope.optim.step import LocalRoots
 
 __all__ = ["SingleProcess", "Whole"]
 

@@ -1,4 +1,4 @@
-"""What the readable and the fast update share: the state of blocks, and a few formulas."""
+"""Formulas on stacks of equal blocks: products along a mode, Gram matrices, powers."""
 
 from __future__ import annotations
 
@@ -8,88 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kronscope.kron.roots import Ridge
-from kronscope.kron.triangles import Triangle, is_packed, stored_traces, unpack
-from kronscope.optim.config import Graft, Hyper
+from kronscope.kron.triangles import Triangle, stored_traces, unpack
 
 __all__ = [
-    "MOMENTS",
-    "Tensors",
     "add_gram",
     "batched_times",
+    "identity_like",
     "in_memory_order",
     "isotropic_root",
-    "new_state",
+    "kronecker",
     "positive_power",
-    "ridge_of",
     "short_first",
     "unit_factor",
 ]
 
-Tensors = dict[str, Tensor]
-
-# State of the blocks' own shape: kept with short modes foremost in memory, as a step wants it.
-MOMENTS = ("exp_avg", "exp_avg_sq", "graft_sq", "momentum")
-
-# Unpacking a root costs 6 % of the product where the block has 1024 columns, and 25 % where it has 256.
-_PACKED_ROOT = 512
-_PACKED_COLUMNS = 1024
 # (512·512) x 9 times 9 x 9 took 26 ms, moving the data and back 11 ms.
 _LEAST_COLUMNS = 32
 # With as many numbers behind a short mode, a product along it where it lies is as quick as with the mode foremost.
 _LONG_COLUMNS = 1024
-
-
-def new_state(
-    block: Sequence[int],
-    factored: Sequence[bool],
-    hyper: Hyper,
-    count: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    packs: bool = True,
-) -> Tensors:
-    """Make the state of ``count`` blocks: tensors only, each with the block's index first.
-
-    Large factors, and roots where it costs next to nothing, are stored as lower triangles (B, d (d + 1) / 2), unless
-    ``packs`` is false.
-    """
-    packs = packs and not hyper.published
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(count, *shape, dtype=dtype, device=device)
-
-    state: Tensors = {}
-    if hyper.beta1 > 0:
-        state["exp_avg"] = zeros(*block)
-    if hyper.family == "soap":
-        state["exp_avg_sq"] = zeros(*block)
-    elif isinstance(hyper.scale, Graft) and hyper.scale.kind != "sgd":
-        state["graft_sq"] = zeros(*block)
-    if hyper.momentum > 0:
-        state["momentum"] = zeros(*block)
-    for mode, has_factor in enumerate(factored):
-        if not has_factor:
-            continue
-        size = block[mode]
-        eye = torch.eye(size, dtype=dtype, device=device).repeat(count, 1, 1)
-        state[f"factor{mode}"] = zeros(Triangle(size).numel) if packs and is_packed(size) else zeros(size, size)
-        if hyper.family == "soap" or hyper.solver.is_warm:
-            state[f"basis{mode}"] = eye.clone()
-        if hyper.family != "soap":
-            # the root of the identity over its trace, until a factor has been seen
-            root = eye * isotropic_root(size, hyper.exponent(mode))
-            state[f"root{mode}"] = Triangle(size).pack(root) if packs and _packs_root(block, mode) else root
-    if hyper.family != "soap":
-        # per mode, at the last refresh: trace, largest and smallest eigenvalue, the solver's residual
-        state["spectrum"] = zeros(len(block), 4)
-    return state
-
-
-def ridge_of(hyper: Hyper) -> Ridge:
-    """Return what is added to the factors: eps to sums, damping to means."""
-    return Ridge(eps=hyper.eps) if hyper.is_sum else Ridge(damping=hyper.damping)
 
 
 def unit_factor(factors: Tensor) -> Tensor:
@@ -100,9 +36,17 @@ def unit_factor(factors: Tensor) -> Tensor:
     return torch.where((norms > 0).view(-1, 1, 1), factors * weights.view(-1, 1, 1), eye)
 
 
-def _packs_root(block: Sequence[int], mode: int) -> bool:
-    """Whether unpacking a root at every step, which moves d² numbers, is small beside the product with it."""
-    return block[mode] >= _PACKED_ROOT and math.prod(block) >= _PACKED_COLUMNS * block[mode]
+def identity_like(size: int, like: Tensor) -> Tensor:
+    """Return the identity in the dtype and on the device of another tensor."""
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
+def kronecker(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the Kronecker product of one or more matrices."""
+    out = matrices[0]
+    for matrix in matrices[1:]:
+        out = torch.kron(out.contiguous(), matrix.contiguous())
+    return out
 
 
 def isotropic_root(size: int, exponent: float) -> float:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from kronscope.errors import OptionError
 from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo, WarmQR
-from kronscope.optim import work as work_module
-from kronscope.optim.pieces import short_first
-from kronscope.optim.work import Work, portions, take_roots
+from kronscope.optim import step as step_module
+from kronscope.optim.block_math import short_first
+from kronscope.optim.step import Portion, portions, take_roots
 from tests.optim.tools import copies, gradients, parameters, train
 
 MAKERS: dict[str, Any] = {
@@ -32,12 +34,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def all_due(optimizer: Any, grads: list[torch.Tensor]) -> Work:
+def all_due(optimizer: Any, grads: list[torch.Tensor]) -> Portion:
     """Begin a step at which every root is due, in a copy of the state."""
     stack = optimizer._stacks[0]
     stack.tensors = {name: tensor.clone() for name, tensor in stack.tensors.items()}
     stack.phase.zero_()
-    work = Work(stack, stack.members, [grad[None] for grad in grads], optimizer._hyper(optimizer.param_groups[0]), 4)
+    work = Portion(stack, stack.members, [grad[None] for grad in grads], optimizer._hyper(optimizer.param_groups[0]), 4)
     work.take_in()
     assert sum(index.numel() for _, index in work.due) == 4
     return work
@@ -83,9 +85,9 @@ def test_portions_in_threads_give_the_numbers_of_one_stack(name, two_threads, mo
     for number in range(8):
         step(plain, params, number)
         with monkeypatch.context() as patch:
-            patch.setattr(work_module, "_PORTION", 70)
-            patch.setattr(work_module, "_LEAST_COST", 0)
-            patch.setattr(work_module, "_LEAST_IN_THREADS", 1)
+            patch.setattr(step_module, "_PORTION", 70)
+            patch.setattr(step_module, "_LEAST_COST", 0)
+            patch.setattr(step_module, "_LEAST_IN_THREADS", 1)
             step(cut, others, number)
         for mine, theirs in zip(params, others, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
@@ -124,7 +126,7 @@ def test_a_portion_has_neighbours_only_and_is_small():
     train(optimizer, params, [gradients((6, 5), 1, seed=i) for i in range(7)])
     stack = optimizer._stacks[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work_module, "_PORTION", 70)
+        patch.setattr(step_module, "_PORTION", 70)
         found = list(portions(stack, stack.members))
     assert [[member.start for member in portion] for portion in found] == [[0, 1], [2, 3], [4, 5], [6]]
     assert len(list(portions(stack, stack.members))) == 1
@@ -168,3 +170,50 @@ def test_state_takes_no_more_memory_than_packed_triangles_and_two_moments():
     optimizer = Shampoo([torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))], exponent=-0.25, scale="adam")
     triangles = 4 * 1024 * 1025 // 2
     assert optimizer.explain().total_bytes <= 4 * (triangles + 2 * 1024 * 1024) + 200
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_solver_of_the_user_s_own_says_whether_threads_may_use_it(safe, two_threads):
+    class Mine:
+        tolerance, is_warm, is_thread_safe = 1e-3, False, safe
+        names: ClassVar[set[str]] = set()
+
+        def check(self, exponent, ridge):
+            pass
+
+        def solve(self, factors, exponent, ridge, warm=None):
+            self.names.add(threading.current_thread().name)
+            return Eigh().solve(factors, exponent, ridge)
+
+    params = parameters((80, 70), dtype=torch.float32)
+    optimizer = Shampoo(params, 1e-2, solver=Mine())
+    train(optimizer, params, [gradients((80, 70), 1, dtype=torch.float32)])
+    assert all(name.startswith("kronscope") == safe for name in Mine.names)
+    assert Mine.names
+
+
+def test_a_solver_is_asked_which_exponents_it_takes():
+    class Picky:
+        tolerance, is_warm, is_thread_safe = 1e-3, False, True
+
+        def check(self, exponent, ridge):
+            if exponent != -0.5:
+                raise OptionError(f"only -1/2, got {exponent}; use Eigh().")
+
+        def solve(self, factors, exponent, ridge, warm=None):
+            return Eigh().solve(factors, exponent, ridge)
+
+    Shampoo(parameters((4, 3)), solver=Picky())
+    with pytest.raises(OptionError, match=r"only -1/2, got -0\.25"):
+        Shampoo(parameters((4, 3)), solver=Picky(), exponent=-0.25)
+
+
+def test_a_solver_that_does_not_say_what_it_can_is_refused_in_words():
+    class Old:
+        tolerance, is_warm = 1e-3, False
+
+        def solve(self, factors, exponent, ridge, warm=None):
+            return Eigh().solve(factors, exponent, ridge)
+
+    with pytest.raises(OptionError, match="has no is_thread_safe, check"):
+        Shampoo(parameters((4, 3)), solver=Old())  # type: ignore[arg-type]

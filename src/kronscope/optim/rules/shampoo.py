@@ -1,20 +1,82 @@
-"""Shampoo, in all its forms."""
+"""Shampoo, in all its forms: its rule, and the optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
+import torch
 from torch import Tensor
 
+from kronscope.kron.grams import mode_gram
 from kronscope.kron.roots import RootSolver
+from kronscope.kron.triangles import pack, unpack
 from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Norm, Refresh, Trace
+from kronscope.optim.block_math import add_gram, unit_factor
+from kronscope.optim.block_state import Tensors
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace
+from kronscope.optim.rules import register
+from kronscope.optim.rules.roots import RootRule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Shampoo"]
+__all__ = ["Shampoo", "ShampooRule"]
+
+
+@register
+@final
+@dataclass(frozen=True)
+class ShampooRule(RootRule):
+    r"""Factors :math:`L = \mathrm{E}[G G^\top]`, :math:`R = \mathrm{E}[G^\top G]`.
+
+    With more power rounds, the middle of each product is the other factor over its norm, :math:`G \bar R G^\top` and
+    :math:`G^\top \bar L G`, which moves the factors towards the optimal Kronecker product.
+    """
+
+    name = "shampoo"
+    title = "Shampoo"
+    class_name = "Shampoo"
+    is_plain_product = False
+
+    def passes(self, hyper: Hyper) -> int:
+        """Return 2, for a Gram matrix and the multiplication by the root, and one for each further round."""
+        return 1 + hyper.power_rounds
+
+    def add_to_factors(
+        self, state: Tensors, grads: Tensor, moved: Tensor, modes: Sequence[int], hyper: Hyper, step: int
+    ) -> None:
+        """Add the Gram matrices."""
+        if hyper.power_rounds > 1 and len(modes) == 2 and grads.ndim == 3:
+            _add_in_rounds(state, grads, hyper, step)
+            return
+        for mode in modes:
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, hyper.beta2, hyper.gain())
+
+    def reference_grams(
+        self, state: Tensors, grad: Tensor, modes: Sequence[int], factors: Mapping[int, Tensor] | None
+    ) -> dict[int, Tensor]:
+        """Return the Gram matrices; after the first round, with the other factor in the middle."""
+        if factors is None:
+            return {mode: mode_gram(grad.unsqueeze(0), mode=mode) for mode in modes}
+        middle = {mode: unit_factor(factors[1 - mode].unsqueeze(0))[0] for mode in modes}
+        return {mode: mode_gram(grad.unsqueeze(0), mode=mode, other=middle[mode]) for mode in modes}
+
+
+def _add_in_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -> None:
+    factors = [unpack(state["factor0"]), unpack(state["factor1"])]
+    old = [factors[0] * hyper.beta2, factors[1] * hyper.beta2]
+    for power_round in range(hyper.power_rounds):
+        middle = [unit_factor(factors[mode] / hyper.correction2(step)) if power_round else None for mode in (0, 1)]
+        left = grads if middle[1] is None else torch.bmm(grads, middle[1])
+        right = grads if middle[0] is None else torch.bmm(middle[0], grads)
+        torch.baddbmm(old[0], left, grads.mT, alpha=hyper.gain(), out=factors[0])
+        torch.baddbmm(old[1], grads.mT, right, alpha=hyper.gain(), out=factors[1])
+    for mode in (0, 1):
+        stored = state[f"factor{mode}"]
+        stored.copy_(pack((factors[mode] + factors[mode].mT) / 2, stored))
 
 
 @final
@@ -78,7 +140,7 @@ class Shampoo(KroneckerOptimizer):
     (2, 3)
     """
 
-    family = "shampoo"
+    rule = ShampooRule()
 
     @with_advice
     def __init__(
@@ -110,5 +172,30 @@ class Shampoo(KroneckerOptimizer):
         parallel: Literal["auto", "single", "replicated", "divided"] = "auto",
         process_group: ProcessGroup | None = None,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        super().__init__(params, defaults)
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "exponent": exponent,
+            "scale": scale,
+            "refresh": refresh,
+            "damping": damping,
+            "start": start,
+            "block_size": block_size,
+            "memory_budget": memory_budget,
+            "power_rounds": power_rounds,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "decay": decay,
+            "maximize": maximize,
+            "method": method,
+            "view": view,
+            "merge": merge,
+            "split": split,
+            "solver": solver,
+            "nonfinite": nonfinite,
+            "parallel": parallel,
+            "process_group": process_group,
+        }
+        super().__init__(params, options)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kronscope.kron.triangles import Triangle, is_packed
+from kronscope.optim.block_math import add_gram, batched_times, in_memory_order, short_first
 from kronscope.optim.grafts import with_lengths_of
-from kronscope.optim.pieces import add_gram, batched_times, in_memory_order, short_first
 
 SHAPES = [(5, 4), (40, 36, 3), (33, 3, 34), (3, 40, 33), (2, 3, 40), (34, 2, 3, 33), (260, 40, 3), (35, 1, 36)]
 

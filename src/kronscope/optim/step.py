@@ -1,7 +1,8 @@
-"""A step in three rounds: gradients are taken in, roots that are due are taken, updates that wait for them are formed.
+"""The order of a step over stacks: gradients are taken in, roots that are due are taken, updates are formed.
 
-The blocks of a stack are treated in portions that fit a cache. On a CPU each portion is one thread's, where there are
-enough of them to keep all threads busy; so are the roots, whichever stack they belong to.
+What is computed is the rule's (:mod:`kronscope.optim.rules`). The blocks of a stack are treated in portions that fit a
+cache. On a CPU each thread takes whole portions, where there are enough of them to keep all threads busy; roots are
+dealt out to the threads one by one, whichever stack they belong to.
 """
 
 from __future__ import annotations
@@ -15,18 +16,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kronscope.kron.roots import CoupledNewton, Eigh, WarmQR
 from kronscope.kron.threads import divided, in_threads
-from kronscope.optim.batched import accumulate, direction, refresh_roots
+from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost, step_cost
-from kronscope.optim.pieces import Tensors
 from kronscope.optim.schedule import due_blocks, stale_blocks
-from kronscope.optim.soap_batched import new_bases, turn_moments
-from kronscope.optim.solvers import CostModel
 from kronscope.optim.stacks import Member, Stack
 
-__all__ = ["Due", "LocalRoots", "Roots", "Work", "portions", "solve", "take_roots", "together", "turn"]
+__all__ = ["Due", "LocalRoots", "Portion", "RootTaker", "carry_over", "portions", "solve", "take_roots", "take_step"]
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
@@ -36,8 +33,6 @@ _LEAST_IN_THREADS = 64
 _LEAST_COST = 2e7
 # Numbers in a portion, if one member has no more: a few arrays of them stay in a core's share of the cache.
 _PORTION = 2**19
-# A solver of the user's own may not be made for threads.
-_KNOWN = (Eigh, WarmQR, CoupledNewton, CostModel)
 
 
 def portions(stack: Stack, members: Sequence[Member]) -> Iterator[list[Member]]:
@@ -56,7 +51,7 @@ def portions(stack: Stack, members: Sequence[Member]) -> Iterator[list[Member]]:
         yield portion
 
 
-class Work:
+class Portion:
     """The step of some members of a stack, all at the same step.
 
     Args:
@@ -68,7 +63,8 @@ class Work:
         anew: Every root is due, whatever the schedule says.
 
     Attributes:
-        members: The members.
+        block: The blocks' shape.
+        count: Number of blocks.
         due: After :meth:`take_in`, pairs of a mode and the blocks whose roots of that mode are to be taken before
             :meth:`finish`.
         cost: Multiply-adds of a step without roots.
@@ -84,10 +80,11 @@ class Work:
         *,
         anew: bool = False,
     ) -> None:
-        self.members, self.hyper, self.step = members, hyper, step
-        self.block, self.due = stack.block, list[tuple[int, Tensor]]()
+        self.hyper, self.step, self.block = hyper, step, stack.block
+        self.count = sum(member.tile.count for member in members)
+        self.due = list[tuple[int, Tensor]]()
         self.cost = step_cost(members[0].tile, hyper) * self.count
-        self._stack, self._grads, self._anew = stack, grads, anew
+        self._stack, self._members, self._grads, self._anew = stack, members, grads, anew
         self._rows = _rows(members)
         self.state: Tensors = {name: tensor[self._rows] for name, tensor in stack.tensors.items()}
 
@@ -100,7 +97,7 @@ class Work:
         """Take the gradients into factors and moments, and find out which roots are due."""
         grads = _joined(self._grads, self._stack.dtype)
         self._grads = ()
-        self._moments = accumulate(self.state, grads, self._stack.factored, self.hyper, self.step)
+        self._moments = self.hyper.rule.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
         for mode, wanted in enumerate(due_blocks(self._stack, self._rows, self.hyper, self.step, anew=self._anew)):
             if wanted is not None:
                 index = wanted if self._anew else stale_blocks(self.state, mode, wanted, self.hyper, self.step)
@@ -108,19 +105,9 @@ class Work:
                     self.due.append((mode, index))
 
     @property
-    def count(self) -> int:
-        """Number of blocks."""
-        return sum(member.tile.count for member in self.members)
-
-    @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
         """Dtype and device of its state."""
         return self._stack.dtype, self._stack.device
-
-    @property
-    def turns(self) -> bool:
-        """Whether :meth:`refresh` returns bases, which moments are turned into afterwards."""
-        return self.hyper.family == "soap" and not self.hyper.published
 
     @property
     def is_adaptive(self) -> bool:
@@ -129,27 +116,31 @@ class Work:
 
     def root_cost(self, mode: int) -> float:
         """Multiply-adds of one root of a mode."""
-        return refresh_cost(self.members[0].tile, mode, self.hyper)
-
-    def refresh(self, mode: int, index: Tensor) -> Tensor | None:
-        """Take the roots of some blocks anew; SOAP's eigenbases (k, d, d) are returned, to be used by :meth:`turn`."""
-        if self.turns:
-            return new_bases(self.state, mode, index, self.hyper, self.step)
-        refresh_roots(self.state, mode, index, self.hyper, self.step)
-        return None
+        return refresh_cost(self._members[0].tile, mode, self.hyper)
 
     def root_tensors(self, mode: int) -> list[Tensor]:
-        """Return what :meth:`refresh` (or, for bases, :meth:`turn`) writes, one row per block."""
-        names = [name for name in (f"root{mode}", f"basis{mode}") if name in self.state]
-        spectrum = [self.state["spectrum"][:, mode]] if "spectrum" in self.state else []
-        return [*(self.state[name] for name in names), *spectrum]
+        """Return what a refresh of a mode changes, apart from moments, one row per block."""
+        return self.hyper.rule.root_tensors(self.state, mode)
 
-    def turn(self, mode: int, index: Tensor, bases: Tensor) -> None:
-        """Carry the moments of some blocks into new bases of a mode."""
-        turn_moments(self.state, mode, index, bases, self.hyper)
+    def takes_roots_in_threads(self, mode: int) -> bool:
+        """Whether the roots of a mode are large enough to be taken one per thread, and may be."""
+        return (
+            self.is_on_cpu
+            and self.block[mode] >= _LEAST_IN_THREADS
+            and self.hyper.solver.is_thread_safe
+            and self.hyper.rule.has_separate_roots
+        )
 
-    def turn_cost(self, modes: Sequence[int]) -> float:
-        """Multiply-adds of :meth:`turn`, for one block."""
+    def refresh(self, mode: int, index: Tensor) -> Tensor | None:
+        """Take the roots of some blocks anew; return what :meth:`carry` needs, None for nothing."""
+        return self.hyper.rule.refresh(self.state, mode, index, self.hyper, self.step)
+
+    def carry(self, mode: int, index: Tensor, found: Tensor) -> None:
+        """Bring the moments of some blocks up to date with what :meth:`refresh` found."""
+        self.hyper.rule.carry(self.state, mode, index, found, self.hyper)
+
+    def carry_cost(self, modes: Sequence[int]) -> float:
+        """Multiply-adds of :meth:`carry` for one block and some modes."""
         return 2.0 * math.prod(self.block) * sum(self.block[mode] for mode in modes)
 
     def finish(self, put: Put) -> None:
@@ -157,13 +148,13 @@ class Work:
         refreshed = self._stack.refreshed[self._rows]
         for mode, index in self.due:
             refreshed[index, mode] = self.step
-        update = direction(self.state, self._moments, self._stack.factored, self.hyper, self.step)
+        update = self.hyper.rule.direction(self.state, self._moments, self._stack.modes, self.hyper, self.step)
         del self._moments
         if isinstance(self._rows, Tensor):
             self._stack.refreshed[self._rows] = refreshed
             for name, tensor in self.state.items():
                 self._stack.tensors[name][self._rows] = tensor
-        put(list(zip(self.members, update.split([member.tile.count for member in self.members]), strict=True)))
+        put(list(zip(self._members, update.split([member.tile.count for member in self._members]), strict=True)))
 
 
 def _rows(members: Sequence[Member]) -> slice | Tensor:
@@ -181,111 +172,111 @@ def _joined(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Due(NamedTuple):
-    """Roots that are due: of some blocks of a work, in one mode."""
+    """Roots that are due: of some blocks of a portion, in one mode."""
 
-    work: Work
+    portion: Portion
     mode: int
     blocks: Tensor
 
 
-class Roots(Protocol):
+class RootTaker(Protocol):
     """Who takes the roots that are due."""
 
-    def may_grow(self, work: Work) -> bool:
-        """Whether more roots may turn out to be due than the work itself found, once all works have been asked."""
+    def may_grow(self, portion: Portion) -> bool:
+        """Whether more roots may turn out to be due than the portion itself found, once all processes are asked."""
         ...
 
-    def take(self, works: Sequence[Work]) -> None:
+    def take(self, work: Sequence[Portion]) -> None:
         """Take the roots that are due."""
         ...
 
 
 class LocalRoots:
-    """This process takes all roots of its works."""
+    """This process takes all roots of its portions."""
 
-    def may_grow(self, work: Work) -> bool:
+    def may_grow(self, portion: Portion) -> bool:
         """Return False: nobody else is asked."""
         return False
 
-    def take(self, works: Sequence[Work]) -> None:
+    def take(self, work: Sequence[Portion]) -> None:
         """Take the roots that are due."""
-        take_roots(works)
+        take_roots(work)
 
 
-def together(works: Sequence[Work], put: Put, roots: Roots) -> None:
-    """Take the step of all works: gradients in, roots, updates out.
+def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> None:
+    """Take the step of all portions: gradients in, roots, updates out.
 
     Args:
-        works: The works.
+        work: The portions.
         put: Takes the updates of some members' blocks; called from any thread.
         roots: Takes the roots.
     """
-    held = [roots.may_grow(work) for work in works]
+    held = [roots.may_grow(portion) for portion in work]
 
-    def begin(work: Work, is_held: bool) -> None:
-        work.take_in()
-        if not work.due and not is_held:
+    def begin(portion: Portion, is_held: bool) -> None:
+        portion.take_in()
+        if not portion.due and not is_held:
             # at once, while what was taken in is in the cache
-            work.finish(put)
+            portion.finish(put)
 
-    def cost(work: Work) -> float:
-        return work.cost if work.is_on_cpu else 0.0
+    def cost(portion: Portion) -> float:
+        return portion.cost if portion.is_on_cpu else 0.0
 
-    pairs = list(zip(works, held, strict=True))
-    _side_by_side([partial(begin, *pair) for pair in pairs], [cost(work) for work in works])
-    waiting = [work for work, is_held in pairs if work.due or is_held]
+    pairs = list(zip(work, held, strict=True))
+    _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])
+    waiting = [portion for portion, is_held in pairs if portion.due or is_held]
     roots.take(waiting)
-    _side_by_side([partial(work.finish, put) for work in waiting], [cost(work) for work in waiting])
+    _side_by_side([partial(portion.finish, put) for portion in waiting], [cost(portion) for portion in waiting])
 
 
-def take_roots(works: Sequence[Work]) -> None:
+def take_roots(work: Sequence[Portion]) -> None:
     """Take the roots that are due, and use them."""
-    due = [Due(work, mode, index) for work in works for mode, index in work.due]
-    turn(zip(due, solve(due), strict=True))
+    due = [Due(portion, mode, index) for portion in work for mode, index in portion.due]
+    carry_over(zip(due, solve(due), strict=True))
 
 
 def solve(due: Sequence[Due]) -> list[Tensor | None]:
-    """Take roots; return SOAP's bases, which wait for :func:`turn`.
+    """Take roots; return what :func:`carry_over` needs to bring moments up to date with them.
 
     On a CPU it is one block per thread, whichever stack it belongs to.
     """
     found: list[Tensor | None] = [None] * len(due)
     jobs: list[Callable[[], Tensor | None]] = []
     places: list[int] = []
-    for place, (work, mode, index) in enumerate(due):
-        if _in_threads(work, mode):
-            jobs += [partial(work.refresh, mode, torch.tensor([block])) for block in index.tolist()]
+    for place, (portion, mode, index) in enumerate(due):
+        if portion.takes_roots_in_threads(mode):
+            jobs += [partial(portion.refresh, mode, torch.tensor([block])) for block in index.tolist()]
             places += [place] * index.numel()
         else:
-            found[place] = work.refresh(mode, index)
-    bases: dict[int, list[Tensor]] = {}
-    for place, basis in zip(places, in_threads(jobs), strict=True):
-        if basis is not None:
-            bases.setdefault(place, []).append(basis)
-    for place, blocks in bases.items():
+            found[place] = portion.refresh(mode, index)
+    by_place: dict[int, list[Tensor]] = {}
+    for place, one in zip(places, in_threads(jobs), strict=True):
+        if one is not None:
+            by_place.setdefault(place, []).append(one)
+    for place, blocks in by_place.items():
         found[place] = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return found
 
 
-def turn(found: Iterable[tuple[Due, Tensor | None]]) -> None:
-    """Carry moments into new bases, when all are there: it gains more from a second thread than a decomposition."""
-    turns: dict[tuple[Work, int], list[tuple[int, Tensor]]] = {}
-    for (work, mode, index), bases in found:
-        if bases is None:
+def carry_over(results: Iterable[tuple[Due, Tensor | None]]) -> None:
+    """Bring moments up to date, when all roots are there: it gains more from a second thread than a decomposition."""
+    single: dict[tuple[Portion, int], list[tuple[int, Tensor]]] = {}
+    for (portion, mode, index), found in results:
+        if found is None:
             continue
-        if not _in_threads(work, mode):
-            work.turn(mode, index, bases)
+        if not portion.takes_roots_in_threads(mode):
+            portion.carry(mode, index, found)
             continue
-        for block, basis in zip(index.tolist(), bases.split(1), strict=True):
-            turns.setdefault((work, block), []).append((mode, basis))
+        for block, one in zip(index.tolist(), found.split(1), strict=True):
+            single.setdefault((portion, block), []).append((mode, one))
 
-    def one(work: Work, block: int, sides: Sequence[tuple[int, Tensor]]) -> None:
-        for mode, basis in sides:
-            work.turn(mode, torch.tensor([block]), basis)
+    def carry(portion: Portion, block: int, sides: Sequence[tuple[int, Tensor]]) -> None:
+        for mode, one in sides:
+            portion.carry(mode, torch.tensor([block]), one)
 
     _side_by_side(
-        [partial(one, work, block, sides) for (work, block), sides in turns.items()],
-        [work.turn_cost([mode for mode, _ in sides]) for (work, _), sides in turns.items()],
+        [partial(carry, portion, block, sides) for (portion, block), sides in single.items()],
+        [portion.carry_cost([mode for mode, _ in sides]) for (portion, _), sides in single.items()],
     )
 
 
@@ -299,12 +290,3 @@ def _side_by_side(jobs: Sequence[Callable[[], None]], costs: Sequence[float]) ->
     for place in alone:
         jobs[large[place]]()
     in_threads([jobs[large[place]] for place in apart])
-
-
-def _in_threads(work: Work, mode: int) -> bool:
-    return (
-        work.is_on_cpu
-        and work.block[mode] >= _LEAST_IN_THREADS
-        and isinstance(work.hyper.solver, _KNOWN)
-        and not work.hyper.published
-    )

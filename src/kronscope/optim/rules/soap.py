@@ -1,0 +1,194 @@
+"""SOAP, Adam in the eigenbases of Shampoo's factors: its rule, and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from kronscope.kron.bases import eigenbases, improved_basis
+from kronscope.kron.powers import default_cutoff
+from kronscope.kron.roots import RootSolver, WarmQR
+from kronscope.kron.triangles import unpack
+from kronscope.optim.advice import with_advice
+from kronscope.optim.base import KroneckerOptimizer
+from kronscope.optim.block_math import add_gram, batched_times, short_first
+from kronscope.optim.block_state import Tensors
+from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh
+from kronscope.optim.reference import update_in_bases
+from kronscope.optim.rules import Moments, Rule, register
+from kronscope.optim.rules.bases import EigenbasisRule
+from kronscope.optim.rules.published_soap import PublishedSoapRule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SOAP", "SoapRule"]
+
+_SOLVER = WarmQR()
+
+
+@register
+@final
+@dataclass(frozen=True)
+class SoapRule(EigenbasisRule):
+    r"""Adam in bases that start at the identity, so that the first step is Adam's.
+
+    When a basis changes by :math:`T = Q_{new}^\top Q_{old}`, the mean turns with :math:`T` and the second moment with
+    its squared entries.
+    """
+
+    carries = True
+
+    def for_group(self, group: Mapping[str, Any]) -> Rule:
+        """Return the published algorithm where ``reference=True`` asks for it."""
+        return PublishedSoapRule() if group["reference"] else self
+
+    def seen(self, step: int) -> int:
+        """Return all steps."""
+        return step
+
+    def accumulate(self, state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
+        """Take gradients into moments and factors; the updates are formed with the bases of before."""
+        moved = short_first(grads)
+        update = self.take_into_moments(state, moved, modes, hyper, step)
+        for mode in modes:
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, hyper.beta2, hyper.gain())
+        return Moments(update)
+
+    def denominators(self, deviations: Tensor, hyper: Hyper, correction1: float, correction2: float) -> Tensor:
+        r"""Return :math:`c_1 ((\sqrt v + f) / c_2 + \epsilon)`, in one pass.
+
+        The floor :math:`f` is the size of rounding in the largest entry: where the gradients have no component, turning
+        them leaves rounding errors, which Adam would blow up to full steps.
+        """
+        largest = deviations.amax(tuple(range(1, deviations.ndim)), keepdim=True)
+        floor = largest * default_cutoff(max(deviations.shape[1:]), deviations.dtype)
+        floor = (floor / correction2 + hyper.eps) * correction1
+        return torch.add(floor, deviations, alpha=correction1 / correction2, out=deviations)
+
+    def refresh(self, state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor:
+        """Return the eigenbases (k, d, d) of some blocks' factors, which :meth:`carry` brings in."""
+        old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
+        return new_basis(factors / hyper.correction2(step), old, hyper, step)
+
+    def carry(self, state: Tensors, mode: int, index: Tensor, found: Tensor, hyper: Hyper) -> None:
+        """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
+        # a slice is no copy
+        rows = slice(int(index), int(index) + 1) if index.numel() == 1 else index
+        turn = found.mT @ state[f"basis{mode}"][rows]
+        state["exp_avg_sq"][rows] = batched_times(turn.square(), state["exp_avg_sq"][rows], mode)
+        if hyper.beta1 > 0:
+            state["exp_avg"][rows] = batched_times(turn, state["exp_avg"][rows], mode)
+        state[f"basis{mode}"][rows] = found
+
+    def reference(
+        self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
+    ) -> Tensor:
+        """Do the same for one block."""
+        return update_in_bases(new_basis, state, grad, modes, hyper, step, refresh)
+
+
+def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
+    """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
+    if hyper.solver.is_warm and step > 1:
+        return improved_basis(factors, old, getattr(hyper.solver, "rounds", 1))
+    return eigenbases(factors, old)
+
+
+@final
+class SOAP(KroneckerOptimizer):
+    r"""Run Adam in the eigenbases of :math:`L = \mathrm{E}[G G^\top]` and :math:`R = \mathrm{E}[G^\top G]`.
+
+    .. math:: W \leftarrow W - \eta\, Q_L \frac{\hat m}{\sqrt{\hat v} + \epsilon} Q_R^\top ,
+
+    with both moments kept in the bases and carried along when a basis changes: the mean is turned, the second moment by
+    the squared entries of :math:`Q_{new}^\top Q_{old}`. A step uses the bases of the steps before it; the first step is
+    Adam's.
+
+    Args:
+        params: As for :class:`Shampoo`.
+        lr: Learning rate.
+        betas: Decay of the gradient mean, and of second moment and factors; 1 for the second means sums.
+        eps: Adam's eps.
+        weight_decay: Weight decay.
+        refresh: As for :class:`Shampoo`, for the bases.
+        scale: None for Adam's own scale, ``"norm"`` or :class:`Norm` for a fixed root mean square.
+        block_size: Longest side of a block.
+        memory_budget: Bytes for a group's factors and bases.
+        decay: Kind of weight decay.
+        maximize: Ascend.
+        method: As for :class:`Shampoo`.
+        view: As for :class:`Shampoo`.
+        merge: As for :class:`Shampoo`.
+        split: As for :class:`Shampoo`.
+        solver: ``WarmQR()`` turns the last basis by a power step, ``"auto"`` decomposes anew.
+        nonfinite: ``"skip"`` or ``"raise"``.
+        parallel: As for :class:`Shampoo`.
+        process_group: As for :class:`Shampoo`.
+        reference: Do exactly what the published implementation does: no first step, every dimension of two or more a
+            factor, all bases refreshed together (every 10 steps unless told otherwise), second moments permuted, weight
+            decay after the step. For comparison.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = SOAP(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    rule = SoapRule()
+
+    @with_advice
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        refresh: int | Refresh = DEFAULT_REFRESH,
+        scale: str | Norm | None = None,
+        block_size: int | None = None,
+        memory_budget: float | None = None,
+        decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
+        maximize: bool = False,
+        method: Literal["auto", "kronecker", "adam"] = "auto",
+        view: Literal["matrix", "modes", "experts"] = "matrix",
+        merge: int = 0,
+        split: int | tuple[int, ...] | None = None,
+        solver: Literal["auto"] | RootSolver = _SOLVER,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        parallel: Literal["auto", "single", "replicated", "divided"] = "auto",
+        process_group: ProcessGroup | None = None,
+        reference: bool = False,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "refresh": refresh,
+            "scale": scale,
+            "block_size": block_size,
+            "memory_budget": memory_budget,
+            "decay": decay,
+            "maximize": maximize,
+            "method": method,
+            "view": view,
+            "merge": merge,
+            "split": split,
+            "solver": solver,
+            "nonfinite": nonfinite,
+            "parallel": parallel,
+            "process_group": process_group,
+            "reference": reference,
+        }
+        super().__init__(params, options)
