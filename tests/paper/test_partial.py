@@ -26,6 +26,9 @@ def test_a_run_stopped_before_its_end_shows_what_it_had_measured(tmp_path: Path)
     assert early.partial
     assert [*early.steps] == [0, 2]
     assert early.settings["workload"] == "digits-linear"
+    # as an earlier version left it
+    (tmp_path / "run" / "stored" / "layers.json").unlink()
+    assert results_so_far(tmp_path / "run").rows == early.rows
     whole = experiment.run(tmp_path / "run", resume=True, show_bars=False)
     assert results_so_far(tmp_path / "run") == whole
     assert [row.cosine for row in early] == [row.cosine for row in whole if row.truth != "adagrad" and row.step < 3]

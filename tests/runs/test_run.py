@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -102,6 +104,25 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
         checkpoint = run.latest()
         assert checkpoint is not None
         assert checkpoint.step == 1
+        assert _steps(run) == [1]
+
+
+def test_a_checkpoint_is_read_in_the_form_it_was_always_written(tmp_path):
+    """A run that was begun by an earlier version goes on: names, order and meaning of a file's entries stay."""
+    with Run.create(tmp_path, _CONFIG) as run:
+        run.log(1, loss=0.5)
+        run.log(2, loss=0.25)
+    first = (tmp_path / "metrics.jsonl").read_bytes().index(b"\n") + 1
+    content = io.BytesIO()
+    torch.save({"step": 1, "metrics_bytes": first, "state": {"w": torch.ones(2)}}, content)
+    checksum = hashlib.sha256(content.getvalue()).hexdigest()[:16]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / f"step-00000001-{checksum}.pt").write_bytes(content.getvalue())
+    with Run.open(tmp_path, resume=True) as run:
+        checkpoint = run.latest()
+        assert checkpoint is not None
+        assert checkpoint.step == 1
+        assert torch.equal(checkpoint.state["w"], torch.ones(2))
         assert _steps(run) == [1]
 
 
