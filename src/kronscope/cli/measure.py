@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-import kronscope
 from kronscope.cli.terminal import open_console, say_where, unused
+from kronscope.measures import Fit
+from kronscope.measures.measurement import run
+from kronscope.measures.options import MeasureOptions
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.processes import find_processes
 from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
@@ -42,34 +44,28 @@ def command(
 ) -> None:
     """Measure a model of yours."""
     console = open_console()
-    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
-    options: dict[str, Any] = {
-        "layers": layer,
-        "truth": truth,
-        "labels": labels,
-        "batch_size": batch_size,
-        "approximations": list(approximation_names(approximation)),
-        "max_samples": max_samples,
-        "draws": draws,
-        "population": population,
-        "estimator": estimator,
-        "details": detail or [],
-        "seed": seed,
-        "step": step,
-        "memory_budget": memory_budget,
-    }
     processes = find_processes(None)
     with processes.failing_together():
+        options = MeasureOptions(
+            [Fit(labels, batch_size, approximation_names(approximation), detail or (), estimator)],
+            layers=layer,
+            truth=truth,
+            max_samples=max_samples,
+            seed=seed,
+            step=step,
+            draws=draws,
+            population=population,
+            memory_budget=memory_budget,
+        )
         network = load_model(model, checkpoint)
         found = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
         batches = own_part(found, processes)
         criterion = load_loss(loss)
+    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
     results, written = run_measurement(
         out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
-        {**sources, **options},
-        lambda: kronscope.measure(
-            network, criterion, batches, **options, progress=console.is_terminal, verbose=verbose
-        ),
+        {**sources, **options.to_json()},
+        lambda: run(network, criterion, batches, options, processes, progress=console.is_terminal, verbose=verbose)[0],
         processes,
     )
     console.print(results)

@@ -73,7 +73,9 @@ class Records:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder) / "metrics.jsonl"
-    ...     Records(path).append({"step": 1, "loss": 0.5})
+    ...     records = Records(path)
+    ...     records.append({"step": 1, "loss": 0.5})
+    ...     records.close()
     ...     read_records(path)
     [{'step': 1, 'loss': 0.5}]
     """
