@@ -358,10 +358,15 @@ class KroneckerOptimizer(Optimizer):
             self._placement.describe,
         )
 
-    def diagnostics(self) -> Diagnostics:
+    def diagnostics(self, *, gather: bool = False) -> Diagnostics:
         """Return condition, rank, staleness, residual and step size per parameter; ``print`` it for a table.
 
-        Where several processes share the work, all of them must call it, and all get the same answer.
+        It never waits for other processes, unless told to. Where they divide the state (sharded parameters, or
+        ``parallel="divided"``), it tells of what this process has: of parameters whose blocks it works on, with the
+        step size where it has all of them.
+
+        Args:
+            gather: Tell of all parameters; all processes must call it, and all get the same answer.
         """
         names = self._names()
         entries = [
@@ -370,7 +375,7 @@ class KroneckerOptimizer(Optimizer):
             for hyper in (self._hyper(group),)
             for param in group["params"]
         ]
-        return diagnose(entries, self.state, self.skipped_steps, self._placement)
+        return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather)
 
     def _names(self) -> dict[Tensor, str]:
         """Return the name of each parameter, or its place."""

@@ -53,7 +53,8 @@ class Diagnostics:
     """The state of a run; ``str`` gives a table.
 
     Attributes:
-        rows: One per parameter that has had a gradient.
+        rows: One per parameter that has had a gradient, and of which this process has a part (or any has, if all were
+            asked).
         skipped_steps: Steps skipped because a gradient was not finite.
     """
 
@@ -95,6 +96,8 @@ def diagnose(
     state: Mapping[Tensor, Tensors],
     skipped_steps: int,
     placement: Placement,
+    *,
+    gather: bool,
 ) -> Diagnostics:
     """Look at every parameter that has had a gradient.
 
@@ -103,10 +106,16 @@ def diagnose(
         state: The optimizer's state.
         skipped_steps: Steps that were skipped.
         placement: The processes that share the work.
+        gather: Ask all of them; else this one alone, for the parameters it has a part of.
     """
     seen = [entry for entry in entries if "step" in state.get(entry[1], {})]
-    parts = [_part(param, state[param], layout, hyper, group, placement) for _, param, layout, hyper, group in seen]
-    everyone: list[list[_Part]] = placement.everyone(parts)
+    if not gather:
+        seen = [entry for entry in seen if _is_here(entry[1], entry[2], placement)]
+    parts = [
+        _part(param, state[param], layout, hyper, group, placement, gather=gather)
+        for _, param, layout, hyper, group in seen
+    ]
+    everyone: list[list[_Part]] = placement.everyone(parts) if gather else [parts]
     rows = []
     for (name, param, _, _, group), shares in zip(seen, zip(*everyone, strict=True), strict=True):
         weight = math.sqrt(sum(share.weight for share in shares))
@@ -125,8 +134,20 @@ def diagnose(
     return Diagnostics(tuple(rows), skipped_steps)
 
 
+def _is_here(param: Tensor, layout: Layout, placement: Placement) -> bool:
+    """Whether this process keeps a part of a parameter's state."""
+    return any(tile.count for tile in layout.tiles) if layout.tiles else placement.held(param).numel() > 0
+
+
 def _part(
-    param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any], placement: Placement
+    param: Tensor,
+    tensors: Tensors,
+    layout: Layout,
+    hyper: Hyper,
+    group: dict[str, Any],
+    placement: Placement,
+    *,
+    gather: bool,
 ) -> _Part:
     step = int(tensors["step"])
     condition, rank, staleness, residual = math.nan, math.nan, 0, math.nan
@@ -139,9 +160,9 @@ def _part(
                 residual = _worst(residual, float(hyper.rule.residuals(one, mode, slice(None), hyper, step).amax()))
             staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
     squares = _squares(param, tensors, layout, hyper, group, step)
-    if layout.is_elementwise and not placement.is_counted(param):
+    if layout.is_elementwise and gather and not placement.is_counted(param):
         squares = 0.0
-    return _Part(condition, rank, staleness, residual, squares, placement.square_norm(param))
+    return _Part(condition, rank, staleness, residual, squares, placement.square_norm(param, alone=not gather))
 
 
 def _tile_tensors(tensors: Tensors, index: int) -> Tensors:

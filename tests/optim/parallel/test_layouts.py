@@ -160,7 +160,7 @@ def looks(mode: str) -> dict[str, Any]:
         train(model, optimizer, range(5))
         for name, param in model.named_parameters():
             found[f"{kind.__name__} {name.removeprefix('module.')}"] = optimizer.operator(param).to_dense()
-        rows = optimizer.diagnostics().rows
+        rows = optimizer.diagnostics(gather=True).rows
         found[f"{kind.__name__} rows"] = torch.tensor(
             [[row.step, row.condition, row.effective_rank, row.staleness, row.update_ratio] for row in rows]
         ).nan_to_num(nan=-1.0)

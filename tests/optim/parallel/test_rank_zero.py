@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,35 @@ def test_a_copy_is_made_by_one_process_alone(pool: Pool) -> None:
     for one in pool.run(copied_on_rank_zero, 2):
         for key, value in undisturbed("shampoo").items():
             assert torch.allclose(one[key], value, rtol=1e-9), key
+
+
+def looked_at_on_rank_zero(mode: str) -> dict[str, Any]:
+    """Rank 0 looks alone, the others train on."""
+    model = wrapped(mode, square=True)
+    optimizer = made(mode, "shampoo", model.named_parameters())
+    rows: tuple[Any, ...] = ()
+    for step in range(3):
+        train(model, optimizer, [step])
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            rows = optimizer.diagnostics().rows
+    return {row.name.removeprefix("module."): row for row in rows}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "divided", "fsdp2"])
+def test_rank_zero_may_look_alone_and_sees_its_part(pool: Pool, mode: str) -> None:
+    expected = looked_at_on_rank_zero("single")
+    found = pool.run(looked_at_on_rank_zero, 2, mode=mode)[0]
+    assert set(found) == set(expected) if mode == "ddp" else set() < set(found) <= set(expected)
+    for name, row in found.items():
+        whole = expected[name]
+        assert row.step == whole.step
+        # the worst of some blocks is no worse than the worst of all
+        for part, limit in ((row.condition, whole.condition), (-row.effective_rank, -whole.effective_rank)):
+            assert math.isnan(part) == math.isnan(limit)
+            assert not part > limit + 1e-6 * abs(limit)
+        if mode == "ddp":
+            assert row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
+        else:
+            assert math.isnan(row.update_ratio) or row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
+    if mode == "divided":
+        assert any(not math.isnan(row.update_ratio) for row in found.values())

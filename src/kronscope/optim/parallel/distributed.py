@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -202,8 +203,16 @@ class Distributed:
         cut = self.division.cuts[param]
         return cut is None or cut.copies[self.rank] == 0
 
-    def square_norm(self, param: Tensor) -> float:
-        """Return the squares of the parameter's entries that this process counts, when all are summed."""
+    def square_norm(self, param: Tensor, *, alone: bool = False) -> float:
+        """Return the squares of the parameter's entries that this process counts, when all are summed.
+
+        With ``alone``, nothing will be: NaN unless this process holds, and works on, the whole parameter.
+        """
+        if alone:
+            ranges = self.ranges[param]
+            if self.division.cuts[param] is not None or any(r[self.rank] != (0, r[-1][1]) for r in ranges):
+                return math.nan
+            return float(local_tensor(param).detach().double().square().sum())
         counted = self.is_counted(param) if self.division.cuts[param] is not None else self.rank == 0
         return float(local_tensor(param).detach().double().square().sum()) if counted else 0.0
 

@@ -125,8 +125,13 @@ class Placement(Protocol):
         """Whether this process's part of an elementwise parameter's state is not also another's."""
         ...
 
-    def square_norm(self, param: Tensor) -> float:
-        """Return the squares of the parameter's entries that this process counts, when all are summed."""
+    def square_norm(self, param: Tensor, *, alone: bool = False) -> float:
+        """Return the squares of the parameter's entries that this process counts, when all are summed.
+
+        Args:
+            param: The parameter.
+            alone: Nothing will be summed: return NaN unless this process holds, and works on, the whole parameter.
+        """
         ...
 
     def everyone(self, value: object) -> list[Any]:

@@ -61,7 +61,7 @@ class Whole:
         """Return True: nothing is added to what this process has."""
         return True
 
-    def square_norm(self, param: Tensor) -> float:
+    def square_norm(self, param: Tensor, *, alone: bool = False) -> float:
         """Return the sum of the parameter's squares."""
         return float(param.detach().double().square().sum())
 
