@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, NonFiniteError, OptionError, StateError
+from kronscope.errors import DistributedError, KronscopeError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.optim.advice import check_group_names
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
@@ -47,6 +47,7 @@ from kronscope.optim.state import (
     placed,
 )
 from kronscope.optim.step import Portion, portions, take_step
+from kronscope.optim.swaps import kept_states, replaced
 from kronscope.support.callers import callers_level
 
 __all__ = ["KroneckerOptimizer"]
@@ -68,7 +69,9 @@ class KroneckerOptimizer(Optimizer):
     _powers: dict[int, tuple[float, ...]]
     _hypers: dict[int, tuple[list[object], Hyper]]
     _placement: Placement
+    _places: list[Tensor]
     _placed: bool
+    _compared: bool
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget_plan()
@@ -124,6 +127,7 @@ class KroneckerOptimizer(Optimizer):
         )
         self._layouts.update(found)
         self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
+        self._places = [param for group in self.param_groups for param in group["params"]]
 
     def _thaw(self) -> None:
         """Plan the parameters that were frozen and are not any more."""
@@ -133,9 +137,21 @@ class KroneckerOptimizer(Optimizer):
             self._place(self.param_groups, only=set(thawed))
 
     def _place(
-        self, groups: list[dict[str, Any]], ranges: Ranges | None = None, only: set[Tensor] | None = None
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Ranges | None = None,
+        only: set[Tensor] | None = None,
+        *,
+        ask: bool = True,
     ) -> None:
-        """Decide who works on the parameters of some groups, or on some of them; on frozen ones nobody does."""
+        """Decide who works on the parameters of some groups, or on some of them; on frozen ones nobody does.
+
+        Args:
+            groups: The groups.
+            ranges: How the work was divided before; None to decide now.
+            only: Leave out all other parameters.
+            ask: Compare all groups with the other processes', which must be here too.
+        """
         names = self._names()
         entries = [
             Planned(names[param], param, self._layouts[param], hyper)
@@ -148,7 +164,54 @@ class KroneckerOptimizer(Optimizer):
             named = [(name, param) for param, name in names.items()]
             self._placement = choose_placement(named, self._parallel, self._process_group)
             self._placed = True
-        self._placement.add(entries, self.param_groups, ranges)
+        if ask:
+            self._compare()
+        self._placement.add(entries, ranges)
+
+    def _compare(self) -> None:
+        names = {param: name for param, name in self._names().items() if not self._layouts[param].frozen}
+        self._placement.compare(self.param_groups, names)
+        self._compared = True
+
+    def _check_plan(self, *, ask: bool = False) -> None:
+        """Refuse changed layout options; plan anew where the groups hold other tensors than were planned.
+
+        Accelerate, for one, puts the sharded parameters of FSDP2 into the groups of a finished optimizer.
+
+        Args:
+            ask: All processes are here, and may be asked.
+        """
+        check_layout_options(self.param_groups, self._planned_with)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(param not in self._layouts for param in params):
+            self._plan_anew(params, ask=ask)
+        if ask and not self._compared:
+            self._compare()
+
+    def _plan_anew(self, params: list[Tensor], *, ask: bool) -> None:
+        before, planned_with = dict(self.__dict__), self._planned_with
+        places = replaced(self._places, params)
+        states = kept_states(places, self.state, self._placement, ask=ask)
+        try:
+            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == old.shape}
+            self._forget_plan()
+            self._layouts, self._planned_with = dict(layouts), planned_with
+            self._plan()
+            self._placement, self._placed = SingleProcess(), False
+            # one process alone may notice first, so the others are asked in the next step
+            self._place(self.param_groups, ask=False)
+        except KronscopeError:
+            self.__dict__.update(before)
+            raise
+        self._compared, self.state = False, defaultdict(dict)
+        for param, tensors in states.items():
+            if param in layouts:
+                part = {name: self._placement.unpacked(param, name, tensor) for name, tensor in tensors.items()}
+                self.state[param] = placed(part, param, copy=True)
+            else:
+                shape = tuple(places[param].shape)
+                text = f"{self._name(param)} stands in the place of one of shape {shape}; it starts anew."
+                warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         return hyper_of(group, self.rule)
@@ -190,7 +253,7 @@ class KroneckerOptimizer(Optimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
-        check_layout_options(self.param_groups, self._planned_with)
+        self._check_plan(ask=True)
         hypers = [self._known_hyper(group) for group in self.param_groups]
         self._thaw()
         active = self._active()
@@ -334,6 +397,7 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             StateError: it is not one of this optimizer's, or has had no gradient yet.
         """
+        self._check_plan()
         if param not in self._layouts:
             raise StateError("operator() was given a tensor that is not a parameter of this optimizer.")
         state = self.state.get(param, {})
@@ -347,6 +411,7 @@ class KroneckerOptimizer(Optimizer):
 
         Works before the first step; ``print`` it for a table.
         """
+        self._check_plan()
         names = self._names()
         return explain_plan(
             [
@@ -368,6 +433,7 @@ class KroneckerOptimizer(Optimizer):
         Args:
             gather: Tell of all parameters; all processes must call it, and all get the same answer.
         """
+        self._check_plan()
         names = self._names()
         entries = [
             (names[param], param, self._share(param), hyper, group)
@@ -402,9 +468,9 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             StateError: this process has only a part of the state, and nothing says that it is meant.
         """
+        self._check_plan()
         if not part:
             self._placement.check_saving()
-        check_layout_options(self.param_groups, self._planned_with)
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
@@ -424,7 +490,7 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
         """
-        check_layout_options(self.param_groups, self._planned_with)
+        self._check_plan()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -449,11 +515,12 @@ class KroneckerOptimizer(Optimizer):
         thawed = {p for p, key in zip(params, keys, strict=False) if self._layouts[p].frozen and key in saved["state"]}
         if thawed:
             self._plan(thawed)
-            self._place(self.param_groups, only=thawed)
+            # a state may be loaded by one process at a time
+            self._place(self.param_groups, only=thawed, ask=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
-        check_layout_options(self.param_groups, self._planned_with)
+        self._check_plan()
         packed = super().__getstate__()
         packed["state"] = {
             param: {name: tensor.clone() for name, tensor in tensors.items()} for param, tensors in self.state.items()
@@ -483,8 +550,9 @@ class KroneckerOptimizer(Optimizer):
         self._layouts.update(planned)
         self._plan()
         if is_copy:
-            self._placement, self._placed = SingleProcess(), False
-            self._place(self.param_groups, state["ranges"])
+            self._placement, self._placed, self._compared = SingleProcess(), False, True
+            # a copy is the same as the original, and may be made by one process alone
+            self._place(self.param_groups, state["ranges"], ask=False)
 
     def _forget_plan(self) -> None:
         self._layouts = {}

@@ -78,6 +78,17 @@ def refused(case: str) -> list[str]:
         elif case == "partial":
             param = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
             Shampoo([("layer.weight", nn.Parameter(param))], 0.1)
+        elif case == "swapped":
+            (plain,) = parameters((4, 4))
+            optimizer = Shampoo([("layer.weight", plain)], 0.1)
+            optimizer.param_groups[0]["params"] = [make((4, 4), [Shard(0), Shard(1)], square)[0][1]]
+            try:
+                optimizer.step()
+            finally:
+                # refused, it is as before
+                optimizer.param_groups[0]["params"] = [plain]
+                plain.grad = torch.ones_like(plain)
+                optimizer.step()
         elif case == "no rectangle":
             Shampoo(make((4, 3, 2), [Shard(2)]), 0.1)
         elif case == "two meshes":
@@ -113,6 +124,7 @@ def refused(case: str) -> list[str]:
         ("two dimensions", DistributedError, ["layer.weight", "sharded along one only"]),
         ("same dimension twice", DistributedError, ["layer.weight", "sharded along one only"]),
         ("partial", DistributedError, ["layer.weight", "sharded along one only"]),
+        ("swapped", DistributedError, ["layer.weight", "tensor parallelism without fully_shard"]),
         ("no rectangle", DistributedError, ["layer.weight", "dimension 2", "view='modes'"]),
         ("two meshes", DistributedError, ["layer.weight", "other.weight", "one optimizer for"]),
         ("single", OptionError, ["layer.weight", "DTensor"]),
@@ -217,3 +229,38 @@ def test_half_precision_and_memory_formats(pool: Pool, parallel: str) -> None:
     for found in pool.run(half_precision, 3, parallel=parallel):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+def swapped(first: str, second: str, after: int) -> dict[str, Tensor]:
+    """What Accelerate does: the optimizer is made for one model, and given the parameters of its sharded copy."""
+    model = wrapped(first)
+    optimizer = made(first, "shampoo", model.named_parameters())
+    train(model, optimizer, range(after))
+    saved = values(model)
+    other = wrapped(second)
+    with torch.no_grad():
+        for name, param in other.named_parameters():
+            value = saved[name.removeprefix("module.")].view(param.shape)
+            like: Any = param
+            is_cut = isinstance(like, DTensor)
+            like.copy_(distribute_tensor(value, like.device_mesh, like.placements) if is_cut else value)
+    for group in optimizer.param_groups:
+        group["params"] = list(other.parameters())
+    if not after and (not dist.is_initialized() or dist.get_rank() == 0):
+        # looking is for any process alone
+        assert "over" in optimizer.explain().parallel or second == "single"
+    train(other, optimizer, range(after, 6))
+    return values(other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size", "after"),
+    [("single", "fsdp2", 1, 0), ("ddp", "fsdp2", 2, 0), ("ddp", "hsdp", 4, 3), ("fsdp2", "ddp", 2, 3)],
+)
+def test_parameters_that_are_sharded_after_the_optimizer_was_made_are_planned_anew(
+    pool: Pool, first: str, second: str, size: int, after: int
+) -> None:
+    expected = swapped("single", "single", after)
+    for found in pool.run(swapped, size, first=first, second=second, after=after):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), name

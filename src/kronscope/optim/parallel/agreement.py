@@ -106,7 +106,7 @@ def check_same_values(params: Sequence[Tensor], names: Mapping[Tensor, str], gro
 
 
 class Agreement:
-    """The questions of a whole run.
+    """What processes agree upon in every step.
 
     Args:
         group: The processes.
@@ -118,16 +118,6 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._compared = group, False
         self.names: dict[Tensor, str] = {}
-
-    def on_plan(self, names: Mapping[Tensor, str], groups: Sequence[dict[str, Any]]) -> None:
-        """Ask all processes whether they have the same parameters, of which some are new, and the same options.
-
-        Raises:
-            DistributedError: they have not.
-        """
-        names = {**self.names, **names}
-        check_same_plan(described(groups, names), self._group)
-        self.names = names
 
     def on_gradients(
         self, params: Sequence[Tensor], finite: Mapping[Tensor, bool], is_whole: Callable[[Tensor], bool]

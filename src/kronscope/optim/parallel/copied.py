@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kronscope.errors import StateError
-from kronscope.optim.parallel.agreement import Agreement
+from kronscope.optim.parallel.agreement import Agreement, check_same_plan, described
 from kronscope.optim.parallel.placement import Planned, Ranges
 from kronscope.optim.parallel.shared_roots import SharedRoots
 from kronscope.optim.parallel.single import Whole
@@ -36,22 +36,24 @@ class Copied(Whole):
         self._agreement = Agreement(group)
         self._entries: list[Planned] = []
 
-    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
-        """Compare the parameters with those of the other processes.
+    def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        """Ask all processes whether they have the same groups.
 
         Raises:
-            DistributedError: the processes differ.
+            DistributedError: they have not.
+        """
+        check_same_plan(described(groups, names), self.group)
+
+    def add(self, entries: Sequence[Planned], ranges: Ranges | None = None) -> None:
+        """Take note of more parameters.
+
+        Raises:
             StateError: the run that is being restored had another division of its work.
         """
         if ranges:
             raise StateError("an optimizer that divides its state was copied to one that does not; use state_dict().")
         self._entries += entries
-        names = {entry.param: entry.name for entry in entries}
-        if ranges is None:
-            self._agreement.on_plan(names, groups)
-        else:
-            # a copy is the same as the original, and may be made by one process alone
-            self._agreement.names.update(names)
+        self._agreement.names.update({entry.param: entry.name for entry in entries})
 
     def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
         """Ask all processes which gradients are there and finite; at the first step also whether they are the same.

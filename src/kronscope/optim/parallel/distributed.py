@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kronscope.errors import StateError
 from kronscope.optim.blocks import Layout
-from kronscope.optim.parallel.agreement import Agreement
+from kronscope.optim.parallel.agreement import Agreement, check_same_plan, described
 from kronscope.optim.parallel.division import Division, is_common, tile_of
 from kronscope.optim.parallel.placement import Apply, Exchange, Planned, Ranges, Tensors
 from kronscope.optim.parallel.replicated import ReplicatedExchange, segments_of
@@ -52,24 +52,31 @@ class Distributed:
         """The range of each process."""
         return self.division.ranges
 
-    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+    def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        """Ask all processes whether they have the same groups.
+
+        Raises:
+            DistributedError: they have not.
+        """
+        check_same_plan(described(groups, names), self.group)
+
+    def add(self, entries: Sequence[Planned], ranges: Ranges | None = None) -> None:
         """Divide the work on more parameters; what was divided before stays as it is.
 
         Args:
             entries: The parameters.
-            groups: All parameter groups, which must be the same on all processes.
             ranges: How the work was divided in the run that is being restored; None to decide now.
 
         Raises:
-            DistributedError: the processes differ, or a parameter is cut in a way that is not supported.
+            DistributedError: a parameter is cut in a way that is not supported.
             StateError: the run that is being restored had another number of processes.
         """
         if any(len(by_process) != self.size for tiles in (ranges or {}).values() for by_process in tiles):
             raise StateError("an optimizer was copied from a run of another number of processes; use state_dict().")
         ranks = dist.get_process_group_ranks(self.group)
         cuts = {entry.param: shards_of(entry.name, entry.param, ranks) for entry in entries}
-        self._agreement.on_plan({entry.param: entry.name for entry in entries}, groups)
         self.division.add(entries, cuts, ranges)
+        self._agreement.names.update({entry.param: entry.name for entry in entries})
         self._plans.clear()
 
     # --- what this process does -----------------------------------------------------------------------------------

@@ -64,12 +64,20 @@ class Placement(Protocol):
         """Who takes the roots that are due in a step."""
         ...
 
-    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+    def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        """Ask all processes whether they have the same groups; every process must ask at the same time.
+
+        Args:
+            groups: All parameter groups.
+            names: The names of all parameters that are not frozen.
+        """
+        ...
+
+    def add(self, entries: Sequence[Planned], ranges: Ranges | None = None) -> None:
         """Divide the work on more parameters; what was divided before stays as it is.
 
         Args:
             entries: The parameters.
-            groups: All parameter groups, which must be the same on all processes.
             ranges: How the work was divided in the run that is being restored; None to decide now.
         """
         ...

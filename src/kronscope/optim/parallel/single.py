@@ -76,7 +76,10 @@ class SingleProcess(Whole):
 
     roots = LocalRoots()
 
-    def add(self, entries: Sequence[Planned], groups: Sequence[dict[str, Any]], ranges: Ranges | None = None) -> None:
+    def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        """Do nothing: there is nobody to ask."""
+
+    def add(self, entries: Sequence[Planned], ranges: Ranges | None = None) -> None:
         """Do nothing: all work is this process's.
 
         Raises:
