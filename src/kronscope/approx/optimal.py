@@ -66,12 +66,22 @@ class Optimal:
         """
         return self.solve(stream).operator
 
-    def solve(self, stream: GradientStream) -> OptimalFit:
-        """Fit, and return the certificate too."""
+    def solve(self, stream: GradientStream, start: torch.Tensor | None = None) -> OptimalFit:
+        """Fit, and return the certificate too; once for a stream, whatever the ``start``.
+
+        Args:
+            stream: The gradients.
+            start: A right factor to start from, such as that of a matrix that is close.
+        """
         key = ("optimal", self)
         if key not in stream.memo:
             triple = singular_triples(
-                SecondMoment(stream), 1, tolerance=self.tolerance, max_rounds=self.max_rounds, symmetric_only=True
+                SecondMoment(stream),
+                1,
+                tolerance=self.tolerance,
+                max_rounds=self.max_rounds,
+                symmetric_only=True,
+                start=start,
             )
             sigma = float(triple.sigma[0])
             product = KroneckerProduct(triple.left[0], triple.right[0], sigma)

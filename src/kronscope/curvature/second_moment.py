@@ -80,6 +80,8 @@ class SecondMoment:
         """Square of the Frobenius norm."""
 
         def compute() -> float:
+            if self.stream.known.norm_squared is not None:
+                return self.stream.known.norm_squared
             kernels = self.kernels()
             if kernels is not None:
                 rows, cols, weights = kernels
@@ -387,7 +389,8 @@ class SecondMoment:
 
     def _contract(self, mode: int, other: Tensor | None) -> Tensor:
         if other is None:
-            return self._once(("gram", mode), lambda: self._contraction(mode, None))
+            known = (self.stream.known.left, self.stream.known.right)[mode]
+            return self._once(("gram", mode), lambda: self._contraction(mode, None)) if known is None else known
         size = self.shape[1 - mode]
         if other.shape != (size, size):
             side = "left needs R" if mode == 0 else "right needs L"

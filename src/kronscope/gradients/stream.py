@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,26 @@ from kronscope.errors import DataError, NonFiniteError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms, joined, mixed
 from kronscope.support.processes import ALONE, Processes
 
-__all__ = ["GradientStream"]
+__all__ = ["GradientStream", "Known"]
 
 # Bytes of one chunk of an in-memory stream: large enough for full GEMM speed, small beside the data itself.
 _CHUNK_BYTES = 64 << 20
 _KEEP_BYTES = 3 << 30
+
+
+@dataclass(frozen=True)
+class Known:
+    """Contractions of a stream that whoever made it has already, so that nobody goes over the atoms for them.
+
+    Attributes:
+        left: The sum of w G Gᵀ.
+        right: The sum of w Gᵀ G.
+        norm_squared: The squared norm of the second-moment matrix.
+    """
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+    norm_squared: float | None = None
 
 
 class GradientStream:
@@ -70,6 +85,7 @@ class GradientStream:
         self.in_memory = in_memory
         # how many bytes of gradients formed from factors may be kept between passes
         self.keep_bytes = _KEEP_BYTES
+        self.known = Known()
         # contractions of this stream, computed once; a stream never changes, so nothing can go stale
         self.memo: dict[Any, Any] = {}
 
@@ -234,6 +250,12 @@ class GradientStream:
                 yield extra
 
         return self._derived(chunks, number + 1, self.own_samples + here)
+
+    def knowing(self, known: Known) -> GradientStream:
+        """Return the same atoms with contractions that are known already."""
+        made = self._derived(self._source, self.num_samples, self.own_samples)
+        made.known = known
+        return made
 
     def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int, own_samples: int) -> GradientStream:
         """A stream of other atoms for the same layer, under the same budget."""

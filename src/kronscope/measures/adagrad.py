@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronscope.approx import Approximation, Optimal, OptimalFit, several, singular_triples
+from kronscope.approx import Approximation, Optimal, several
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.atoms import Atoms
 from kronscope.gradients.history import GradientHistory
 from kronscope.gradients.history_weights import history_weights
-from kronscope.gradients.stream import GradientStream
-from kronscope.kron import KroneckerProduct
+from kronscope.gradients.stream import GradientStream, Known
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
 from kronscope.measures.progress import Bar
@@ -89,7 +88,7 @@ def measure_history(
             for name in names:
                 running = _Running(history, name, beta, steps)
                 for step in steps:
-                    streams = running.at(step, any(isinstance(item, Optimal) for item in chosen))
+                    streams = running.at(step, [item for item in chosen if isinstance(item, Optimal)])
                     condition = Condition(name, step, "adagrad", "real", 1, streams.truth.num_samples)
                     rows.extend(layer_rows(streams, condition, chosen))
                     for kind in details:
@@ -167,26 +166,22 @@ class _Running:
             squares[step] = float(fade @ pairs[:place, :place] @ fade)
         return squares
 
-    def at(self, step: int, optimal: bool) -> LayerStreams:
-        """Return the layer's streams at a step, with what is known already filled in."""
+    def at(self, step: int, solvers: Sequence[Optimal]) -> LayerStreams:
+        """Return the layer's streams at a step, with what is known already; solvers start from the step before."""
         stream = self.history.stream(self.layer, step, beta=self.beta)
-        self._advance(stream, step)
-        assert self._grams is not None
-        stream.memo["gram", 0], stream.memo["gram", 1] = self._grams
-        known = self._squares.get(step)
-        if known is not None:
-            stream.memo["norm_squared"] = known
-        if optimal:
-            self._fit_optimal(stream)
-        if known is not None:
+        left, right = self._advance(stream, step)
+        stream = stream.knowing(Known(left, right, self._squares.get(step)))
+        for solver in solvers:
+            self._start = solver.solve(stream, self._start).operator.right.matrix
+        if step in self._squares:
             return LayerStreams(stream, stream)
         whole = history_weights(torch.arange(1, step + 1), step, self.beta)
         share = float(whole.square().sum() / whole.sum() ** 2)
         note = f"{stream.num_samples} of {step} steps were recorded"
         return LayerStreams(stream, stream, "samples", note, share)
 
-    def _advance(self, stream: GradientStream, step: int) -> None:
-        """Add the gradients since the last step to the factors."""
+    def _advance(self, stream: GradientStream, step: int) -> tuple[Tensor, Tensor]:
+        """Add the gradients since the last step to the factors, and return these."""
         fade = 1.0 if self.beta is None or not self._count else float(self.beta ** (step - self._step))
         known, count = self._count, stream.num_samples
         m, n = stream.shape
@@ -197,21 +192,7 @@ class _Running:
             news = SecondMoment(_part(stream, known, count))
             left, right = left.to(news.left()) + news.left(), right.to(news.right()) + news.right()
         self._grams, self._count, self._step = (left, right), count, step
-
-    def _fit_optimal(self, stream: GradientStream) -> None:
-        solver = Optimal()
-        triple = singular_triples(
-            SecondMoment(stream),
-            1,
-            tolerance=solver.tolerance,
-            max_rounds=solver.max_rounds,
-            symmetric_only=True,
-            start=self._start,
-        )
-        sigma = float(triple.sigma[0])
-        self._start = triple.right[0]
-        product = KroneckerProduct(triple.left[0], triple.right[0], sigma)
-        stream.memo["optimal", solver] = OptimalFit(product, sigma, triple.residual, triple.rounds)
+        return left, right
 
 
 def _part(stream: GradientStream, start: int, stop: int) -> GradientStream:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kronscope.curvature import SecondMoment
 from kronscope.errors import OptionError
-from kronscope.gradients.stream import GradientStream
+from kronscope.gradients.stream import GradientStream, Known
 
 __all__ = ["Batches", "batch_stream"]
 
@@ -66,8 +66,6 @@ def batch_stream(
     moment = SecondMoment(stream)
     mean = moment.mean()
     shrunk = stream if own == 1.0 else stream.map(lambda atoms: replace(atoms, weights=atoms.weights * own))
-    batches = shrunk.with_atom(mean, extra)
     # the factors follow from those of single samples; going over the data again would give the same
-    batches.memo["gram", 0] = own * moment.left() + extra * mean @ mean.T
-    batches.memo["gram", 1] = own * moment.right() + extra * mean.T @ mean
-    return batches
+    left, right = own * moment.left() + extra * mean @ mean.T, own * moment.right() + extra * mean.T @ mean
+    return shrunk.with_atom(mean, extra).knowing(Known(left, right))
