@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kronscope.curvature import FormPlan, SecondMoment, pairs, pieces, second_moment
+from kronscope.curvature import FormPlan, SecondMoment, chunks, pairs, second_moment
 from kronscope.errors import MemoryBudgetError, ShapeError
 from kronscope.gradients import stream as streams_module
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
@@ -285,7 +285,7 @@ def test_work_is_cut_into_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         StreamRecipe("shared", (3, 4), samples=9, columns=2, positions=3),
     ]
     expected = [oracle.second_moment(recipe.build()) for recipe in recipes]
-    monkeypatch.setattr(pieces, "_WORK_BYTES", 1)
+    monkeypatch.setattr(chunks, "_WORK_BYTES", 1)
     monkeypatch.setattr(pairs, "_TILE_ENTRIES", 7)
     monkeypatch.setattr(streams_module, "_CHUNK_BYTES", 500)
     for recipe, H in zip(recipes, expected, strict=True):

@@ -93,7 +93,7 @@ def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:
 
 def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the two N x N kernels tile by tile, the upper half only."""
-    pieces: list[FactoredAtoms] = []
+    parts: list[FactoredAtoms] = []
     # float32 products round at 1e-7 of the samples' norms, which averages out over as many pairs as make them worth it
     count = sum(len(chunk.weights) * chunk.columns for chunk in chunks)
     large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(_safe_in_float32, chunks))
@@ -101,16 +101,16 @@ def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(chunk, FactoredAtoms)
         step = max(1, 1024 // max(chunk.columns, 1))
         ready = chunk if large else chunk.wide()
-        pieces.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
-    weights = torch.cat([piece.weights for piece in pieces])
+        parts.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
+    weights = torch.cat([part.weights for part in parts])
     count = len(weights)
     rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)
     starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + len(piece.weights))
-    for i, first in enumerate(pieces):
-        for j in range(i, len(pieces)):
-            tile = factor_kernels(first, pieces[j])
+    for part in parts:
+        starts.append(starts[-1] + len(part.weights))
+    for i, first in enumerate(parts):
+        for j in range(i, len(parts)):
+            tile = factor_kernels(first, parts[j])
             assert tile is not None
             at, to = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
             for kernel, block in zip((rows, cols), tile, strict=True):

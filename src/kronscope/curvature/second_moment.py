@@ -2,7 +2,6 @@ r"""The second-moment matrix of a gradient stream and everything that can be sai
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kronscope.curvature.chunk_pairs import over_pairs
+from kronscope.curvature.chunks import FORMED, bounded, chunks_from, formed, own_gram, rotated_squares
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
 from kronscope.curvature.pairs import assembled_kernels, pair_squares
-from kronscope.curvature.pieces import bounded, own_gram, rotated_squares, split
-from kronscope.curvature.tiles import Pieces, over_pairs
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -114,7 +113,8 @@ class SecondMoment:
                     tile = left.T @ weighted.cpu() @ right
                 out.add_(tile if on_diagonal else tile + tile.T)
 
-            over_pairs(self._pieces, add, self.stream.processes)
+            factored = self.plan().gram == "factored"
+            over_pairs(lambda: chunks_from(self.stream, factored=factored), add, self.stream.processes)
             return out
 
         return self._summed(local, (count, count))
@@ -265,10 +265,10 @@ class SecondMoment:
             # kernels are in the order of the chunks, weights in that of the sample numbers
             numbers = torch.cat([chunk.samples for chunk in self.stream])
             other.stream.memo["kernels"] = (*kernels[:2], weights.to(kernels[2])[numbers])
-        formed = self.stream.memo.get("dense chunks")
-        if formed is not None:
-            other.stream.memo["dense chunks"] = [
-                replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]) for chunk in formed
+        kept = self.stream.memo.get(FORMED)
+        if kept is not None:
+            other.stream.memo[FORMED] = [
+                replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]) for chunk in kept
             ]
         return other
 
@@ -343,49 +343,7 @@ class SecondMoment:
 
     def _chunks(self) -> Iterator[Atoms]:
         """Iterate the chunks in the form planned for contractions."""
-        return iter(self.stream) if self.plan().contraction == "factored" else self._formed()
-
-    def _formed(self) -> Iterator[Atoms]:
-        """Iterate the chunks as whole gradients, which are kept between passes while they fit."""
-        kept: list[Atoms] | None = self.stream.memo.get("dense chunks")
-        if kept is not None:
-            yield from kept
-            return
-        m, n = self.shape
-        size = 8 * self.stream.own_samples * self.stream.columns * m * n
-        keep = self.stream.in_memory and size <= self.stream.keep_bytes
-        formed: list[Atoms] = []
-        for atoms in self.stream:
-            dense = atoms.dense()
-            if keep:
-                formed.append(dense)
-            yield dense
-        if keep:
-            self.stream.memo["dense chunks"] = formed
-
-    def _pieces(self) -> Pieces:
-        """What yields this process's chunks from a number on, in the form planned for inner products.
-
-        A lone chunk is cut, so that the symmetric half is saved here too.
-        """
-        factored = self.plan().gram == "factored"
-        lone = next(iter(self.stream), None)
-        if lone is not None and len(lone.weights) == self.stream.own_samples > 1:
-            cut = list(split(lone if factored else next(self._formed()), 8))
-            return lambda start: iter(cut[start:])
-
-        def pieces(start: int) -> Iterator[Atoms]:
-            if factored:
-                return itertools.islice(iter(self.stream), start, None)
-            if start == 0:
-                return self._formed()
-            kept: list[Atoms] | None = self.stream.memo.get("dense chunks")
-            if kept is not None:
-                return iter(kept[start:])
-            # earlier ones are passed over before anything is formed of them
-            return (atoms.dense() for atoms in itertools.islice(iter(self.stream), start, None))
-
-        return pieces
+        return iter(self.stream) if self.plan().contraction == "factored" else formed(self.stream)
 
     def _contract(self, mode: int, other: Tensor | None) -> Tensor:
         if other is None:

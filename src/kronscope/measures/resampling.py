@@ -1,9 +1,11 @@
 r"""Error bars: what the cosine would be for the population the samples came from, or for exact labels.
 
-The plug-in :math:`\|H\|_F^2` counts every sample's pair with itself and is biased up. Here it is the U-statistic over
-pairs of different samples (or, for the label noise of fixed samples, of different draws), and the delete-a-group
-jackknife removes the first-order bias of everything else and gives the standard error. Any approximation can be put
-through it, since it only needs to be fitted again.
+Two things are done. First, :math:`\|H\|_F^2` of a few samples is too large on average, since each sample also makes a
+pair with itself; here it is the mean over pairs of different samples (a U-statistic). Where the samples are fixed and
+only their labels are drawn, pairs of different draws of a sample count in place of a draw's pair with itself. Second,
+the measurement is repeated with one group of samples (or draws) left out, for each group: the delete-a-group jackknife.
+How the repetitions differ gives the standard error, and how their mean differs from the whole gives the remaining bias,
+which is taken off. This works for any approximation, since all it takes is to fit it again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kronscope.measures.cosines import cosine
 __all__ = ["Estimate", "OtherDraws", "Resampler"]
 
 _GROUPS = 20
-Fit = Callable[[GradientStream], Operator]
+Fitter = Callable[[GradientStream], Operator]
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,17 @@ class Estimate:
 
 
 class Resampler:
-    """Replicates of a pair of streams with one group of samples, or of label draws, left out.
+    """Cosines with an error bar, from fitting again with one group of samples, or of label draws, left out.
 
     Args:
         truth: Stream of the matrix.
         fitted: Stream the approximations are fitted on; may be the same object.
         by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
-        fixed_truth: Keep the truth whole and only vary the draws of what is fitted: the truth is exact.
+        fixed_truth: Whether the truth is exact; groups are then left out of the fitted stream only.
         groups: Number of groups of samples or draws.
-        whole_square: For samples that are themselves drawn from a finite whole, such as every k-th step of a run: the
-            sum of squares of the whole's weights (1/T for T equal ones), when those sum to one. The question is then
-            the value on that whole, its pairs of a sample with itself included.
+        whole_square: For samples from a finite whole, such as every k-th step of a run of T steps: the sum of the
+            squared weights of all T, scaled to sum to one (1/T where they are equal). The answer is then the value on
+            all T steps, in whose norm each step also makes a pair with itself. 0 is for an infinite population.
 
     Raises:
         DataError: there are too few samples or draws to leave any out.
@@ -81,7 +83,7 @@ class Resampler:
         """Return a resampler for what is fitted on the truth itself."""
         return self if self.fitted is self.truth else Resampler(self.truth, self.truth, self.by)
 
-    def cosine(self, fit: Fit) -> Estimate:
+    def cosine(self, fit: Fitter) -> Estimate:
         """Estimate the cosine of what ``fit`` makes of the fitted stream with the truth."""
         whole = self._one(fit, *self._whole, self._norms[0])
         try:
@@ -92,29 +94,29 @@ class Resampler:
         except ConvergenceError as error:
             if not self.fixed_truth:
                 raise
-            # the fit that was made stands; it is only not known how it varies
+            # the fit itself is good; only its error bar is unknown
             return Estimate(whole, math.nan, f"no error bar: with some {self.by} left out, {error}")
         left_out = torch.tensor(values, dtype=torch.float64)
         count = self.count
         spread = float(((left_out - left_out.mean()) ** 2).sum())
         stderr = math.sqrt((count - 1) / count * spread)
         if self.fixed_truth:
-            # the fit that was made is the one reported; only its variation is estimated
+            # this very fit is reported, so no bias is taken off
             return Estimate(whole, stderr)
         corrected = count * whole - (count - 1) * float(left_out.mean())
         if self._whole_square:
-            # the whole is a sample of its own kind with this share of the bias, and this share of it was seen
+            # this share of the finite whole was seen: so much of the bias belongs to the answer and does not vary
             seen = min(1.0, self._whole_square / self._square)
             return Estimate(corrected + seen * (whole - corrected), stderr * math.sqrt(1 - seen))
         return Estimate(corrected, stderr)
 
-    def _one(self, fit: Fit, truth: GradientStream, fitted: GradientStream, norm: float) -> float:
+    def _one(self, fit: Fitter, truth: GradientStream, fitted: GradientStream, norm: float) -> float:
         operator = fit(fitted)
         size = operator.norm() * norm
         return SecondMoment(truth).inner(operator) / size if size > 0 else math.nan
 
     def _truth_norms(self) -> list[float]:
-        """Norms of the truth, whole and with each group left out, without the pairs that bias them."""
+        """Norms of the truth, whole and with each group left out, from pairs of different samples or draws."""
         moment = SecondMoment(self.truth)
         if self.fixed_truth:
             return [moment.norm()] * (self.count + 1)
@@ -138,7 +140,7 @@ class Resampler:
             share = mass * mass - float(squares[keep].sum())
             square = distinct / share if share > 0 else math.nan
             if self._whole_square:
-                # E‖g‖⁴ of a sample with itself, in the proportion the whole has it
+                # the finite whole has this share of pairs of a sample with itself, each of mean E‖g‖⁴
                 square *= 1 - self._whole_square
                 square += self._whole_square * float(itself[keep].sum()) / mass
             norms.append(math.sqrt(max(square, 0.0)) if square == square else math.nan)
@@ -160,8 +162,9 @@ class Resampler:
 class OtherDraws:
     r"""Error bars of what is fitted on a few label draws per sample, for these samples and an exact truth.
 
-    Groups of samples get other draws in turn. A group's label noise :math:`e` moves the cosine by about
-    :math:`a e`, other draws move it to :math:`a e'`, so half the sum of the squared differences is its variance.
+    The groups of samples, one after the other, get other label draws. If a group's label noise :math:`e` moves the
+    cosine by :math:`a e`, other draws with noise :math:`e'` change it by :math:`a (e' - e)`, whose mean square is twice
+    the variance of :math:`a e`. So the variance of the cosine is half the sum of the squared changes.
 
     Args:
         truth: Stream of the matrix.
@@ -182,16 +185,16 @@ class OtherDraws:
         groups = torch.arange(fitted.num_samples) % count
         self._replicates = [fitted.mixed(spare, groups == group) for group in range(count)]
         for replicate in self._replicates:
-            # many live at once: what each of them forms is not kept
+            # there are many at once, so none may keep the gradients it forms
             replicate.keep_bytes = 0
 
-    def cosine(self, fit: Fit) -> Estimate:
+    def cosine(self, fit: Fitter) -> Estimate:
         """Return the cosine of what ``fit`` makes of the fitted stream with the truth."""
         value = cosine(self._moment, fit(self._fitted))
         try:
             moved = [cosine(self._moment, fit(replicate)) for replicate in self._replicates]
         except ConvergenceError as error:
-            # the fit that was made stands; it is only not known how it varies
+            # the fit itself is good; only its error bar is unknown
             return Estimate(value, math.nan, f"no error bar: with other labels drawn, {error}")
         return Estimate(value, math.sqrt(sum((other - value) ** 2 for other in moved) / 2))
 
@@ -203,13 +206,13 @@ def _reweighted(stream: GradientStream, keep: Tensor) -> GradientStream:
 
 def _fewer_draws(stream: GradientStream, group: int, groups: int) -> GradientStream:
     fewer = stream.map(partial(_drop_columns, group=group, groups=groups))
-    # many replicates live at once: what each of them forms is not kept
+    # there are many at once, so none may keep the gradients it forms
     fewer.keep_bytes = 0
     return fewer
 
 
 def _drop_columns(atoms: Atoms, group: int, groups: int) -> Atoms:
-    """Leave a group of label draws out; the others stand for the mean of fewer."""
+    """Leave a group of label draws out, and scale the others so that they are a mean again."""
     count = atoms.columns
     keep = [index for index in range(count) if index % groups != group]
     scale = math.sqrt(count / len(keep))
@@ -218,7 +221,7 @@ def _drop_columns(atoms: Atoms, group: int, groups: int) -> Atoms:
     rows, cols = atoms.row_factors, atoms.col_factors
     rows = rows[:, keep] if rows.shape[1] == count else rows
     cols = cols[:, keep] if cols.shape[1] == count else cols
-    # the scale belongs on one side only, and on the one that has the columns
+    # a gradient is a product of both sides, so one is scaled: the one that has the columns
     if rows.shape[1] == len(keep):
         rows = rows * scale
     else:
@@ -227,7 +230,7 @@ def _drop_columns(atoms: Atoms, group: int, groups: int) -> Atoms:
 
 
 def _draw_norms(stream: GradientStream, groups: int) -> list[float]:
-    """Norms for exact labels of these samples: pairs of different samples, and different draws of one sample."""
+    """Norms for exact labels of these samples, from pairs of different samples and of different draws of one sample."""
     count = stream.columns
     norms = []
     for dropped in range(-1, groups):
@@ -235,7 +238,7 @@ def _draw_norms(stream: GradientStream, groups: int) -> list[float]:
         moment = SecondMoment(kept)
         draws = sum(index % groups != dropped for index in range(count))
         own, same = float(moment.own_sums().sum()), float(moment.own_sums(same_column=True).sum())
-        # a draw's pair with itself says nothing of the mean; the other pairs of the sample stand in for it
+        # a draw's pair with itself is too large, so the pairs of different draws of the sample count for it too
         unbiased = moment.norm_squared() - own + (own - same) * draws / (draws - 1)
         norms.append(math.sqrt(max(unbiased, 0.0)))
     return norms

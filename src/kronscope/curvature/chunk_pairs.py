@@ -9,25 +9,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kronscope.curvature.chunks import ChunksFrom
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.support.processes import Processes
 
-__all__ = ["Pieces", "over_pairs"]
+__all__ = ["over_pairs"]
 
 _T = TypeVar("_T")
-Pieces = Callable[[int], Iterator[Atoms]]
 Add = Callable[[Atoms, Atoms, bool], None]
 
 
-def over_pairs(cut: Callable[[], Pieces], add: Add, processes: Processes) -> None:
+def over_pairs(cut: Callable[[], ChunksFrom], add: Add, processes: Processes) -> None:
     """Call ``add(first, second, same)`` for every pair of chunks, ``same`` where both are one chunk.
 
-    Over processes, each sends its chunks to all others in turn. Of the chunks of two processes, those with an even
-    number on the later one are its own work and the others that of the earlier one: half for each.
+    With several processes, each in turn sends its chunks to all others. A pair of chunks of two processes is the work
+    of one of them: of the later one where its own chunk has an even number, else of the earlier one. So each does half.
 
     Args:
-        cut: Gives what yields this process's chunks from a number on.
-        add: Called with pairs; over processes, each pair is given on one of them.
+        cut: Returns what iterates this process's chunks from a given number on.
+        add: Called with pairs; each pair is given on one process only.
         processes: The processes.
     """
     _Exchange(processes, add).run(cut)
@@ -40,29 +40,29 @@ class _Exchange:
         self.processes, self.add = processes, add
         self.failure: BaseException | None = None
 
-    def run(self, cut: Callable[[], Pieces]) -> None:
-        pieces = self._tried(cut) or _nothing
+    def run(self, cut: Callable[[], ChunksFrom]) -> None:
+        chunks = self._tried(cut) or _nothing
         for owner in range(self.processes.world_size):
-            source = self._tried(pieces, 0) or iter(()) if owner == self.processes.rank else iter(())
+            source = self._tried(chunks, 0) or iter(()) if owner == self.processes.rank else iter(())
             number = 0
-            while (piece := _sent(self.processes, owner, self._tried(next, source, None))) is not None:
-                self._tried(self._pair, owner, piece, number, pieces)
+            while (chunk := _sent(self.processes, owner, self._tried(next, source, None))) is not None:
+                self._tried(self._pair, owner, chunk, number, chunks)
                 number += 1
         if self.failure is not None:
             raise self.failure
 
-    def _pair(self, owner: int, piece: Atoms, number: int, pieces: Pieces) -> None:
+    def _pair(self, owner: int, chunk: Atoms, number: int, chunks: ChunksFrom) -> None:
         if owner == self.processes.rank:
-            self.add(piece, piece, True)
-            for later in pieces(number + 1):
-                self.add(piece, later, False)
+            self.add(chunk, chunk, True)
+            for later in chunks(number + 1):
+                self.add(chunk, later, False)
         elif owner < self.processes.rank:
-            for index, own in enumerate(pieces(0)):
+            for index, own in enumerate(chunks(0)):
                 if index % 2 == 0:
-                    self.add(_beside(piece, own), own, False)
+                    self.add(_beside(chunk, own), own, False)
         elif number % 2 == 1:
-            for own in pieces(0):
-                self.add(_beside(piece, own), own, False)
+            for own in chunks(0):
+                self.add(_beside(chunk, own), own, False)
 
     def _tried(self, action: Callable[..., _T], *arguments: Any) -> _T | None:
         if self.failure is not None:

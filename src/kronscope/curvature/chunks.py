@@ -1,0 +1,115 @@
+"""Chunks of atoms: how a stream gives them, how they are cut, and what is computed from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from kronscope.gradients.atoms import Atoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
+
+__all__ = ["FORMED", "ChunksFrom", "bounded", "chunks_from", "formed", "own_gram", "rotated_squares", "split"]
+
+# Bytes that the float64 copy of a part of a chunk may take.
+_WORK_BYTES = 128 << 20
+# Under this name a stream remembers its chunks as whole gradients.
+FORMED = "formed chunks"
+ChunksFrom = Callable[[int], Iterator[Atoms]]
+
+
+def bounded(atoms: Atoms, *, forming: bool = False) -> Iterator[Atoms]:
+    """Cut a chunk into parts that take little memory in float64.
+
+    Args:
+        atoms: The chunk.
+        forming: Whether whole gradients will be formed from its factors.
+    """
+    m, n = atoms.shape
+    per_sample = 8 * atoms.columns * m * n
+    if isinstance(atoms, FactoredAtoms):
+        rows, cols = atoms.row_factors, atoms.col_factors
+        # where no weight is shared over positions, a sample's whole gradient is never formed
+        own = 8 * (rows[0].numel() + cols[0].numel() + atoms.columns * atoms.positions**2)
+        per_sample = own if atoms.positions == 1 and not forming else own + per_sample
+    step = max(1, _WORK_BYTES // max(per_sample, 1))
+    for at in range(0, len(atoms.weights), step):
+        yield atoms.part(at, at + step)
+
+
+def split(atoms: Atoms, parts: int) -> Iterator[Atoms]:
+    """Cut a chunk into about equal parts."""
+    step = -(-len(atoms.weights) // parts)
+    for at in range(0, len(atoms.weights), step):
+        yield atoms.part(at, at + step)
+
+
+def formed(stream: GradientStream) -> Iterator[Atoms]:
+    """Iterate a stream's chunks as whole gradients, which are kept between passes while they fit."""
+    kept: list[Atoms] | None = stream.memo.get(FORMED)
+    if kept is not None:
+        yield from kept
+        return
+    m, n = stream.shape
+    keep = stream.in_memory and 8 * stream.own_samples * stream.columns * m * n <= stream.keep_bytes
+    whole: list[Atoms] = []
+    for atoms in stream:
+        dense = atoms.dense()
+        if keep:
+            whole.append(dense)
+        yield dense
+    if keep:
+        stream.memo[FORMED] = whole
+
+
+def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
+    """Return what iterates this process's chunks from a given number on, factored or as whole gradients.
+
+    A stream of one chunk is cut into several, so that pairs of chunks save the symmetric half here too.
+    """
+    lone = next(iter(stream), None)
+    if lone is not None and len(lone.weights) == stream.own_samples > 1:
+        parts = list(split(lone if factored else next(formed(stream)), 8))
+        return lambda start: iter(parts[start:])
+
+    def chunks(start: int) -> Iterator[Atoms]:
+        if factored:
+            return islice(iter(stream), start, None)
+        if start == 0:
+            return formed(stream)
+        kept: list[Atoms] | None = stream.memo.get(FORMED)
+        if kept is not None:
+            return iter(kept[start:])
+        # earlier ones are passed over before anything is formed of them
+        return (atoms.dense() for atoms in islice(iter(stream), start, None))
+
+    return chunks
+
+
+def own_gram(atoms: Atoms) -> Tensor:
+    """Return the inner products (k, c, c) between the columns of each of the k samples."""
+    if isinstance(atoms, FactoredAtoms) and atoms.positions == 1:
+        rows, cols = atoms.row_factors.double().squeeze(2), atoms.col_factors.double().squeeze(2)
+        return (rows @ rows.mT) * (cols @ cols.mT)
+    flat = atoms.wide().dense().grads.flatten(2)
+    return flat @ flat.mT
+
+
+def rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Tensor:
+    r"""Return :math:`\sum_i w_i \sum_c (Q_L^\top G_{ic} Q_R)^2`, entry by entry; None stands for the identity."""
+    if isinstance(atoms, FactoredAtoms):
+        rows = atoms.row_factors if left is None else atoms.row_factors @ left
+        cols = atoms.col_factors if right is None else atoms.col_factors @ right
+        if atoms.positions == 1:
+            rows, cols = rows.squeeze(2).square(), cols.squeeze(2).square()
+            if rows.shape[1] == 1 or cols.shape[1] == 1:
+                return (rows.sum(1) * atoms.weights[:, None]).T @ cols.sum(1)
+            return (rows * atoms.weights.view(-1, 1, 1)).flatten(0, 1).T @ cols.flatten(0, 1)
+        grads = rows.mT @ cols
+    else:
+        grads = atoms.grads if right is None else atoms.grads @ right
+        grads = grads if left is None else left.T @ grads
+    weighted: Tensor = torch.tensordot(atoms.weights, grads.square().sum(1), 1)
+    return weighted
