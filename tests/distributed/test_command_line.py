@@ -14,7 +14,7 @@ from torch import nn
 
 import kronscope as ks
 from kronscope.paper import Experiment, plans, scaled
-from kronscope.support.launch import is_first, process_group
+from kronscope.support.launch import is_rank_0, process_group
 from kronscope.support.processes import Processes
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
@@ -84,7 +84,7 @@ def test_a_variable_that_a_scheduler_left_behind_does_no_harm(monkeypatch: pytes
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with process_group():
         assert not dist.is_initialized()
-    assert is_first()
+    assert is_rank_0()
 
 
 def test_parts_of_data_are_all_of_it() -> None:

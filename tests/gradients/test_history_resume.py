@@ -17,7 +17,7 @@ import torch
 
 import kronscope as ks
 from kronscope.errors import DataError, OptionError
-from kronscope.gradients.storage import DiskStore
+from kronscope.gradients.disk_store import DiskStore
 from tests.gradients.given import Run, given_grads, stored
 
 

@@ -11,7 +11,7 @@ import typer
 import kronscope
 from kronscope.cli import demo, measure, paper, report
 from kronscope.errors import KronscopeError
-from kronscope.support.launch import is_first, process_group
+from kronscope.support.launch import is_rank_0, process_group
 
 __all__ = ["app", "main"]
 
@@ -32,13 +32,13 @@ for _name, _module in (("demo", demo), ("measure", measure), ("report", report))
 def main() -> None:
     """Run the command line; errors meant for people end it with one line and exit code 2.
 
-    Started by torchrun, all processes work on one run, and the first one writes.
+    Started by torchrun, all processes work on one run, and rank 0 writes.
     """
     try:
         with process_group():
             app()
     except KronscopeError as error:
-        name = "kronscope" if is_first() else f"kronscope (process {os.environ['RANK']})"
+        name = "kronscope" if is_rank_0() else f"kronscope (process {os.environ['RANK']})"
         sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(2) from None
     except SystemExit as end:

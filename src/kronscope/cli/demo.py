@@ -12,7 +12,7 @@ from kronscope.measures import Results
 from kronscope.paper import Experiment, plans, scaled
 from kronscope.paper.outputs import prefixed, write_outputs
 from kronscope.runs import Run
-from kronscope.support.launch import is_first
+from kronscope.support.launch import is_rank_0
 
 __all__ = ["command"]
 
@@ -24,7 +24,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
     """Figure 1 on embedded data: three small models, table, picture and report, in under two minutes."""
-    if not is_first():
+    if not is_rank_0():
         return  # it is small enough for one
     console = open_console()
     target = unused(Path("runs/demo")) if out is None else out

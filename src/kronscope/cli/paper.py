@@ -16,7 +16,7 @@ from kronscope.measures import Results
 from kronscope.paper import Experiment, Options, plans, scaled, workloads
 from kronscope.paper.outputs import columns_of, write_outputs
 from kronscope.paper.plans import Plan
-from kronscope.support.launch import is_first
+from kronscope.support.launch import is_rank_0
 from kronscope.support.processes import find_processes
 
 __all__ = ["app"]
@@ -86,7 +86,7 @@ def _reproduce(plan: Plan, asked: _Asked) -> None:
     target = asked.out or Path("runs") / f"{plan.name}-{asked.workload}"
     with ShowTraining(console) as show:
         results = experiment.run(target, resume=asked.resume, show=show, show_bars=console.is_terminal)
-    if not is_first():
+    if not is_rank_0():
         return
     written = write_outputs(plan, columns_of({workload.title: results}), results, target)
     console.print(results)

@@ -12,7 +12,7 @@ from kronscope.errors import OptionError
 from kronscope.measures import Results
 from kronscope.paper import results_so_far
 from kronscope.report import write_report
-from kronscope.support.launch import is_first
+from kronscope.support.launch import is_rank_0
 
 __all__ = ["command"]
 
@@ -28,7 +28,7 @@ def command(
 
     A run that has not ended is shown as far as it has come.
     """
-    if not is_first():
+    if not is_rank_0():
         return
     files = [path / "results.json" if path.is_dir() else path for path in run]
     loaded = [results_so_far(path) if path.is_dir() else Results.load(path) for path in run]

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from kronscope.measures.progress import Bar
 from kronscope.paper.training import Event
-from kronscope.support.launch import is_first
+from kronscope.support.launch import is_rank_0
 
 __all__ = ["ShowTraining", "open_console", "say_where", "unused"]
 
 
 def open_console() -> Console:
     """Standard output; of several processes only one speaks."""
-    return Console(quiet=not is_first())
+    return Console(quiet=not is_rank_0())
 
 
 def say_where(console: Console, paths: Iterable[Path]) -> None:
@@ -61,7 +61,7 @@ class ShowTraining:
         """Show one event."""
         if event.kind == "train":
             if self._bar is None:
-                self._bar = Bar(self._console.is_terminal and is_first()).__enter__()
+                self._bar = Bar(self._console.is_terminal and is_rank_0()).__enter__()
                 self._bar.begin("training", event.steps)
             self._bar.at(event.step, event.steps, f"training, loss {event.loss:.3f}")
             return

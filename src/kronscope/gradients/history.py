@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DataError, LayerError, NonFiniteError, OptionError
 from kronscope.gradients.atoms import DenseAtoms
+from kronscope.gradients.disk_store import DiskStore
 from kronscope.gradients.history_parts import (
     check_averaged,
     folder_of_process,
@@ -24,7 +25,7 @@ from kronscope.gradients.history_parts import (
 )
 from kronscope.gradients.history_weights import history_weights
 from kronscope.gradients.optimizer_gradients import OptimizerGradients
-from kronscope.gradients.storage import DiskStore, MemoryStore, Store, record_bytes, to_state
+from kronscope.gradients.storage import MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import GradientStream
 from kronscope.support.checks import count
 from kronscope.support.processes import ALONE, Processes, find_processes
@@ -317,7 +318,7 @@ class GradientHistory:
                 self._store.rewrite([known[step] for step in steps], self._store.dtypes, every)
         self._steps, self._counted = everything, (0, [])
         self.total_steps, self.every = int(state_dict["total_steps"]), every
-        self._store.saw(self.total_steps)
+        self._store.note_step(self.total_steps)
 
     # ------------------------------------------------------------------ recording
 
@@ -330,7 +331,7 @@ class GradientHistory:
         if self._is_due() and self._space is not None:
             self._make_room(self._space)
         if not self._is_due():
-            self._store.saw(self.total_steps)
+            self._store.note_step(self.total_steps)
             return
         own, first = self._is_own(self.total_steps), not self._steps
         # reading a sharded gradient takes all processes, and so does the comparison at the first record
@@ -341,7 +342,7 @@ class GradientHistory:
             if own:
                 self._store.append(self.total_steps, grads)
         if not own:
-            self._store.saw(self.total_steps)
+            self._store.note_step(self.total_steps)
         self._steps.append(self.total_steps)
 
     def _is_due(self) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import DataError, DistributedError, OptionError
-from kronscope.gradients.storage import Asked, DiskStore, MemoryStore, Store
+from kronscope.gradients.disk_store import DiskStore
+from kronscope.gradients.storage import Asked, MemoryStore, Store
 from kronscope.support.processes import Processes
 
 __all__ = [
@@ -172,7 +173,7 @@ def resume_records(
             )
             store.rewrite(keep, dtypes, next_every)
         if store.seen != total:
-            store.saw(total)
+            store.note_step(total)
     return steps, total
 
 
@@ -277,7 +278,7 @@ class JoinedStore:
         """Refuse."""
         self.append(0, ())
 
-    def saw(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Refuse."""
         self.append(0, ())
 

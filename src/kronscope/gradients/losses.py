@@ -1,4 +1,4 @@
-r"""Labels: which vectors are pulled back through the model, so that atoms sum up to the wanted matrix.
+r"""Losses, seen from the model's outputs: which vectors to pull back, so that gradients sum up to the wanted matrix.
 
 A sample's loss :math:`\ell_i` is the loss module applied to that sample alone. With :math:`f` the model's output
 for it, a mode gives columns :math:`v_{ic}`, and the atoms are the gradients :math:`G_{ic} = J_i^\top v_{ic}`:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_first", "process_group"]
+__all__ = ["is_rank_0", "process_group"]
 
 
-def is_first() -> bool:
-    """Whether this process is the one that speaks and writes.
+def is_rank_0() -> bool:
+    """Whether this process is the one that prints and writes: rank 0, or the only one.
 
-    >>> is_first()
+    >>> is_rank_0()
     True
     """
     return not _launched() or int(os.environ["RANK"]) == 0
