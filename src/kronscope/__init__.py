@@ -17,19 +17,36 @@ from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
 from kronscope.measures import Fit, Probes, Results, cosine, measure, measure_fits, measure_history
-from kronscope.optim import SOAP, KLShampoo, Shampoo, param_groups
+from kronscope.optim import (
+    SOAP,
+    Adaptive,
+    Every,
+    Graft,
+    KLShampoo,
+    Norm,
+    Shampoo,
+    Trace,
+    Warmup,
+    param_groups,
+)
 
 __all__ = [
     "SOAP",
+    "Adaptive",
+    "Every",
     "Fit",
     "GradientHistory",
     "GradientStream",
+    "Graft",
     "KLShampoo",
+    "Norm",
     "Operator",
     "Probes",
     "Results",
     "SecondMoment",
     "Shampoo",
+    "Trace",
+    "Warmup",
     "approx",
     "cosine",
     "errors",

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kronscope.errors import OptionError
 
-__all__ = ["check_group_names", "with_advice"]
+__all__ = ["check_group_names", "default_arguments", "with_advice"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,6 +57,16 @@ def with_advice(init: Callable[_P, _R]) -> Callable[_P, _R]:
         return init(*args, **kwargs)
 
     return checked
+
+
+def default_arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments that a function has defaults for, with these.
+
+    >>> default_arguments(lambda a, b=2: a)
+    {'b': 2}
+    """
+    found = inspect.signature(function).parameters.values()
+    return {argument.name: argument.default for argument in found if argument.default is not argument.empty}
 
 
 def check_group_names(group: Mapping[str, Any], options: Iterable[str], kind: str) -> None:

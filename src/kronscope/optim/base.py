@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DistributedError, KronscopeError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
-from kronscope.optim.advice import check_group_names
+from kronscope.optim.advice import check_group_names, default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
@@ -45,6 +45,7 @@ from kronscope.optim.state import (
     load_tensors,
     on_device,
     placed,
+    warn_of_replaced,
 )
 from kronscope.optim.step import Portion, portions, take_step
 from kronscope.optim.swaps import kept_states, replaced
@@ -406,10 +407,12 @@ class KroneckerOptimizer(Optimizer):
         group = next(g for g in self.param_groups if any(param is p for p in g["params"]))
         return live_operator(param, self._placement.whole(param, state), self._layouts[param], self._hyper(group))
 
-    def explain(self) -> Explanation:
-        """Return the plan: for each parameter its view, blocks, solver, bytes, FLOPs and share of the step's cost.
+    def explain(self, *, rows: bool = False) -> Explanation:
+        """Return the plan, with what it needs beside AdamW; works before the first step.
 
-        Works before the first step; ``print`` it for a table.
+        Args:
+            rows: Whether ``print`` shows each parameter's view, blocks, solver, bytes, FLOPs and share of the step's
+                cost, instead of a summary by shape. The answer's ``rows`` has them in any case.
         """
         self._check_plan()
         names = self._names()
@@ -421,6 +424,7 @@ class KroneckerOptimizer(Optimizer):
                 for param in group["params"]
             ],
             self._placement.describe,
+            rows=rows,
         )
 
     def diagnostics(self, *, gather: bool = False) -> Diagnostics:
@@ -485,7 +489,8 @@ class KroneckerOptimizer(Optimizer):
         """Load a state; its tensors are copied, and have at least float32 whatever the parameters have.
 
         Options come with it, but for those that decide what the state looks like (``block_size`` and its like): the
-        state must fit this optimizer's.
+        state must fit this optimizer's. Where another option than a rate differs from this optimizer's, a warning says
+        so.
 
         Raises:
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
@@ -501,6 +506,8 @@ class KroneckerOptimizer(Optimizer):
         self._thaw_loaded(state_dict)
         names = list(self._names().values())
         check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
+        usual = {**default_arguments(type(self).__init__), **self.rule.fixed}
+        warn_of_replaced(self.param_groups, decoded, checked_group(usual, self.rule))
         with hooks_off(self):
             # torch would cast factors to the parameters' dtype
             super().load_state_dict({**state_dict, "state": {}})

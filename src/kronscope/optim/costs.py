@@ -8,7 +8,16 @@ from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 
-__all__ = ["BASIS_COST", "ELEMENT_COST", "ROOT_COST", "block_work", "layout_work", "refresh_cost", "step_cost"]
+__all__ = [
+    "BASIS_COST",
+    "ELEMENT_COST",
+    "ROOT_COST",
+    "block_work",
+    "first_work",
+    "layout_work",
+    "refresh_cost",
+    "step_cost",
+]
 
 # An eigendecomposition with vectors and the two products that form a root take about as long as this many d³
 # multiply-adds of a matrix product (measured at d = 256 ... 1024 with one thread).
@@ -49,3 +58,13 @@ def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]
         return 10.0 * numel, ELEMENT_COST * numel
     parts = [(tile.total, block_work(tile, hyper)) for tile in layout.tiles]
     return sum(count * work[0] for count, work in parts), sum(count * work[1] for count, work in parts)
+
+
+def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
+    """Return the cost of a step that takes every root of one parameter, as the first ones do."""
+    if layout.is_elementwise:
+        return ELEMENT_COST * numel
+    return sum(
+        tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes))
+        for tile in layout.tiles
+    )

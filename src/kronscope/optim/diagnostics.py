@@ -32,20 +32,24 @@ class DiagnosticsRow:
     Attributes:
         name: The parameter's name, or its place.
         step: Gradients seen.
-        condition: Largest over smallest eigenvalue of a factor, ridge included, at its last refresh.
+        condition: Largest over smallest eigenvalue of a factor, without damping, at its last refresh; of a singular one
+            the inverse of the rounding error, 8e6 in float32.
         effective_rank: The smallest ``(tr A)² / ‖A‖²`` of a factor, between 1 and its size.
         staleness: Steps since the oldest root was taken.
         residual: How far the stored roots are from those of the present factors.
         update_ratio: Norm of a step, learning rate included, over the norm of the parameter.
+
+    What does not exist is None: the first three numbers of a parameter without factors, the residual before the first
+    root, the ratio of a parameter that is zero or whose update needs a gradient that is gone.
     """
 
     name: str
     step: int
-    condition: float
-    effective_rank: float
+    condition: float | None
+    effective_rank: float | None
     staleness: int
-    residual: float
-    update_ratio: float
+    residual: float | None
+    update_ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,11 @@ class Diagnostics:
             (
                 row.name,
                 str(row.step),
-                f"{row.condition:.3g}",
-                f"{row.effective_rank:.1f}",
-                str(row.staleness),
-                f"{row.residual:.2g}",
-                f"{row.update_ratio:.2g}",
+                _written(row.condition, ".3g"),
+                _written(row.effective_rank, ".1f"),
+                str(row.staleness) if row.effective_rank is not None else "-",
+                _written(row.residual, ".2g"),
+                _written(row.update_ratio, ".2g"),
             )
             for row in self.rows
         ]
@@ -124,11 +128,11 @@ def diagnose(
             DiagnosticsRow(
                 name,
                 int(state[param]["step"]),
-                reduce(_worst, (share.condition for share in shares)),
-                -reduce(_worst, (-share.effective_rank for share in shares)),
+                _known(reduce(_worst, (share.condition for share in shares))),
+                _known(-reduce(_worst, (-share.effective_rank for share in shares))),
                 max(share.staleness for share in shares),
-                reduce(_worst, (share.residual for share in shares)),
-                length / weight if weight > 0 else math.nan,
+                _known(reduce(_worst, (share.residual for share in shares))),
+                _known(length / weight if weight > 0 else math.nan),
             )
         )
     return Diagnostics(tuple(rows), skipped_steps)
@@ -169,6 +173,14 @@ def _tile_tensors(tensors: Tensors, index: int) -> Tensors:
     prefix = block_key(index, "")
     found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     return {name: unpack(value) if name.startswith(("factor", "root")) else value for name, value in found.items()}
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _written(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _worst(first: float, second: float) -> float:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
-from kronscope.optim.costs import layout_work
+from kronscope.optim.costs import ELEMENT_COST, first_work, layout_work
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, initial_state
 
 __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
+
+FROZEN = "frozen"
+_PRODUCT_SIZE = 384
+_MANY_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class ExplanationRow:
         bytes: Bytes of its state.
         flops: Multiply-adds of a step, roots spread over their period.
         share: Fraction of the step's estimated cost.
+        cost: That cost, in multiply-adds of a matrix product that take as long.
+        first_cost: The same of a step that takes every root, as the first ones do.
     """
 
     name: str
@@ -46,19 +56,32 @@ class ExplanationRow:
     bytes: int
     flops: float
     share: float
+    cost: float
+    first_cost: float
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan for all parameters; ``str`` gives a table.
+    """The plan for all parameters; ``str`` gives a summary, or a table with a row for each.
 
     Attributes:
         rows: One per parameter.
+        adamw_bytes: Bytes that AdamW's state would have for the parameters that are trained.
+        adamw_cost: What a step of AdamW would cost, in the unit of the rows' costs.
+        first_steps: Number of steps at the beginning that take every root.
+        rate: Multiply-adds of a matrix product in a second, measured; None where it says nothing: with several
+            processes, which divide the work.
         parallel: Who does what, keeps what and sends what; empty for one process.
+        as_rows: Whether ``str`` gives the rows.
     """
 
     rows: tuple[ExplanationRow, ...]
+    adamw_bytes: int = 0
+    adamw_cost: float = 0.0
+    first_steps: int = 1
+    rate: float | None = None
     parallel: str = ""
+    as_rows: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +89,60 @@ class Explanation:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        """Return a table."""
+        """Return a summary, or a table of all rows where that was asked for."""
+        return "\n".join(
+            [*(self._table() if self.as_rows else self._summary()), *([self.parallel] * bool(self.parallel))]
+        )
+
+    def _summary(self) -> list[str]:
+        trained = [row for row in self.rows if row.method != FROZEN]
+        numbers = sum(math.prod(row.shape) for row in trained)
+        flops = sum(row.flops for row in trained) / 1e9
+        first, later = sum(row.first_cost for row in trained), sum(row.cost for row in trained)
+        schedules = list(dict.fromkeys(row.refresh for row in trained if row.refresh))
+        return [
+            f"{len(trained)} parameters of {numbers / 1e6:.2f} million numbers",
+            f"state: {_mib(self.total_bytes)} MiB, AdamW's: {_mib(self.adamw_bytes)} MiB",
+            f"a step: {self._time(later)} ({flops:.2f} GFLOP), AdamW's: {self._time(self.adamw_cost)}",
+            f"the first {self.first_steps} steps, which take every root: {self._time(first)} each"
+            if self.first_steps > 1
+            else f"the first step, which takes every root: {self._time(first)}",
+            f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
+            "",
+            self._groups(trained),
+            *([f"frozen: {len(self.rows) - len(trained)} parameters"] if len(trained) < len(self.rows) else []),
+            "estimates; explain(rows=True) has a row for each parameter",
+        ]
+
+    def _groups(self, rows: Sequence[ExplanationRow]) -> str:
+        """Return a table of equal parameters, the most costly first."""
+        kinds: dict[tuple[object, ...], list[ExplanationRow]] = {}
+        for row in rows:
+            shape = row.shape if row.factors else ()
+            kinds.setdefault((row.method, shape, row.factors), []).append(row)
+        lines = []
+        for found in sorted(kinds.values(), key=lambda found: -sum(row.cost for row in found)):
+            row = found[0]
+            lines.append(
+                (
+                    str(len(found)),
+                    _times(row.shape) if len({row.shape for row in found}) == 1 else "various",
+                    row.method,
+                    "+".join(map(str, row.factors)) + (f" ({row.blocks} blocks)" if row.blocks > 1 else ""),
+                    _mib(sum(row.bytes for row in found)),
+                    self._time(sum(row.first_cost for row in found)),
+                    self._time(sum(row.cost for row in found)),
+                )
+            )
+        return table(("number", "shape", "treated as", "factors", "MiB", "first steps", "later steps"), lines)
+
+    def _time(self, cost: float) -> str:
+        if self.rate is not None:
+            milliseconds = 1e3 * cost / self.rate
+            return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2g} ms"
+        return f"{cost / self.adamw_cost:.3g} x AdamW" if self.adamw_cost else "nothing"
+
+    def _table(self) -> list[str]:
         header = (
             "parameter",
             "shape",
@@ -97,55 +173,110 @@ class Explanation:
             for row in self.rows
         ]
         footer = f"state: {self.total_bytes / 2**20:.1f} MiB; a step: {sum(r.flops for r in self.rows) / 1e9:.2f} GFLOP"
-        return "\n".join([table(header, lines), footer, *([self.parallel] if self.parallel else [])])
+        return [table(header, lines), footer]
+
+
+class _Counts(NamedTuple):
+    """What a parameter needs: bytes of each tensor of its state, multiply-adds, costs."""
+
+    sizes: dict[str, int]
+    flops: float
+    cost: float
+    first_cost: float
 
 
 def explain_plan(
-    entries: Sequence[tuple[str, Tensor, Layout, Hyper]], describe: Callable[[dict[Tensor, dict[str, int]]], str]
+    entries: Sequence[tuple[str, Tensor, Layout, Hyper]],
+    describe: Callable[[dict[Tensor, dict[str, int]]], str],
+    *,
+    rows: bool = False,
 ) -> Explanation:
     """Work out bytes and FLOPs of each parameter.
 
     Args:
         entries: Name, parameter, layout and options.
         describe: Says how processes share the work, given the bytes of each tensor of each parameter's state.
+        rows: Whether ``str`` gives all rows.
     """
-    costs, drafts, sizes = [], [], {}
-    for name, param, layout, hyper in entries:
-        if layout.frozen:
-            costs.append(0.0)
-            drafts.append((name, param, layout, hyper, 0, 0.0))
-            continue
-        ghost = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        if layout.is_elementwise:
-            state = elementwise_state(ghost, factor_dtype(param))
-        else:
-            state = initial_state(ghost, layout, hyper)
-        sizes[param] = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
-        size = sum(sizes[param].values())
-        flops, cost = layout_work(layout, hyper, param.numel())
-        costs.append(cost)
-        drafts.append((name, param, layout, hyper, size, flops))
-    total = sum(costs) or 1.0
-    rows = []
-    for (name, param, layout, hyper, size, flops), cost in zip(drafts, costs, strict=True):
-        tiles = layout.tiles
-        plain = "Adagrad" if hyper.is_sum else "AdamW"
-        rows.append(
-            ExplanationRow(
-                name=name,
-                shape=tuple(param.shape),
-                view=layout.view,
-                blocks=sum(tile.count for tile in tiles),
-                factors=tuple(tiles[0].block[mode] for mode in tiles[0].modes) if tiles else (),
-                method="frozen" if layout.frozen else f"{hyper.rule.title if tiles else plain} ({layout.reason})",
-                solver=type(hyper.solver).__name__ if tiles else "",
-                refresh=str(hyper.refresh) if tiles else "",
-                bytes=size,
-                flops=flops,
-                share=cost / total,
-            )
-        )
-    return Explanation(tuple(rows), describe(sizes))
+    known: dict[tuple[object, ...], _Counts] = {}
+    counts = []
+    for _, param, layout, hyper in entries:
+        # equal parameters need the same; a group's options are one object
+        key = (layout, param.dtype, id(hyper))
+        if key not in known:
+            known[key] = _counted(param, layout, hyper)
+        counts.append(known[key])
+    total = sum(found.cost for found in counts) or 1.0
+    made = tuple(
+        _row(name, param, layout, hyper, found, total)
+        for (name, param, layout, hyper), found in zip(entries, counts, strict=True)
+    )
+    trained = [(param, hyper) for _, param, layout, hyper in entries if not layout.frozen]
+    parallel = describe({e[1]: found.sizes for e, found in zip(entries, counts, strict=True) if not e[2].frozen})
+    return Explanation(
+        rows=made,
+        adamw_bytes=sum(2 * param.numel() * factor_dtype(param).itemsize for param, _ in trained),
+        adamw_cost=sum(ELEMENT_COST * param.numel() for param, _ in trained),
+        first_steps=max((_first_steps(hyper) for hyper in {id(h): h for _, h in trained}.values()), default=1),
+        rate=None if parallel or not trained else product_rate(trained[0][0].device.type),
+        parallel=parallel,
+        as_rows=rows,
+    )
+
+
+def _counted(param: Tensor, layout: Layout, hyper: Hyper) -> _Counts:
+    if layout.frozen:
+        return _Counts({}, 0.0, 0.0, 0.0)
+    ghost = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    if layout.is_elementwise:
+        state = elementwise_state(ghost, factor_dtype(param))
+    else:
+        state = initial_state(ghost, layout, hyper)
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
+    flops, cost = layout_work(layout, hyper, param.numel())
+    return _Counts(sizes, flops, cost, first_work(layout, hyper, param.numel()))
+
+
+def _row(name: str, param: Tensor, layout: Layout, hyper: Hyper, counts: _Counts, total: float) -> ExplanationRow:
+    tiles = layout.tiles
+    plain = "Adagrad" if hyper.is_sum else "AdamW"
+    return ExplanationRow(
+        name=name,
+        shape=tuple(param.shape),
+        view=layout.view,
+        blocks=sum(tile.count for tile in tiles),
+        factors=tuple(tiles[0].block[mode] for mode in tiles[0].modes) if tiles else (),
+        method=FROZEN if layout.frozen else f"{hyper.rule.title if tiles else plain} ({layout.reason})",
+        solver=type(hyper.solver).__name__ if tiles else "",
+        refresh=str(hyper.refresh) if tiles else "",
+        bytes=sum(counts.sizes.values()),
+        flops=counts.flops,
+        share=counts.cost / total,
+        cost=counts.cost,
+        first_cost=counts.first_cost,
+    )
+
+
+def _first_steps(hyper: Hyper) -> int:
+    """Return how many steps at the beginning take every root."""
+    step = 1
+    while step < _MANY_STEPS and hyper.refresh.takes_all(step + 1):
+        step += 1
+    return step
+
+
+@functools.cache
+def product_rate(device: str) -> float:
+    """Measure multiply-adds of a float32 matrix product in a second; on a device without data, on the CPU."""
+    where = "cpu" if device == "meta" else device
+    matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, device=where)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        # reading a number waits for the device
+        float((matrix @ matrix)[0, 0])
+        seconds.append(time.perf_counter() - start)
+    return _PRODUCT_SIZE**3 / min(seconds)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -160,6 +291,10 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *lines)
     )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f}"
 
 
 def _times(shape: Sequence[int]) -> str:

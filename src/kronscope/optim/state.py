@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,32 @@ from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype, initial_state
+from kronscope.support.callers import callers_level
 
-__all__ = ["check_loaded", "decoded_groups", "encoded_group", "hooks_off", "load_tensors", "on_device", "placed"]
+__all__ = [
+    "check_loaded",
+    "decoded_groups",
+    "encoded_group",
+    "hooks_off",
+    "load_tensors",
+    "on_device",
+    "placed",
+    "warn_of_replaced",
+]
+
+# Options, beside those that are objects, that nothing but code and people set.
+_COMPARED = (
+    "betas",
+    "eps",
+    "exponent",
+    "damping",
+    "start",
+    "power_rounds",
+    "nesterov",
+    "decay",
+    "maximize",
+    "nonfinite",
+)
 
 
 def encoded_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +74,34 @@ def decoded_groups(
         old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
         rule.check_saved_by(str(old["family"]))
     return found
+
+
+def warn_of_replaced(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], usual: Mapping[str, Any]
+) -> None:
+    """Warn of options that code gave and a saved run replaces; not of those that schedulers change.
+
+    Args:
+        groups: The optimizer's groups.
+        saved: The saved ones.
+        usual: What options are where code does not give them.
+    """
+    found = []
+    for index, (group, old) in enumerate(zip(groups, saved, strict=False)):
+        for name in (*_COMPARED, *OBJECTS):
+            now, then, plain = (options.get(name) for options in (group, old, usual))
+            if name == "betas" and then is not None:
+                # the first is cycled by some schedulers
+                now, then, plain = group[name][1], then[1], usual[name][1]
+            if name in old and now not in (then, plain):
+                found.append(f"{name}{f' of group {index}' if len(groups) > 1 else ''}: {now!r} by {then!r}")
+    if found:
+        warnings.warn(
+            f"loading replaced options given in code by those of the saved run, as torch.optim does: "
+            f"{'; '.join(found)}. To have your own, set them in optimizer.param_groups after loading.",
+            UserWarning,
+            stacklevel=callers_level(),
+        )
 
 
 @contextmanager

@@ -227,9 +227,17 @@ class RootRule(Rule):
         return root_residual(factors, roots, hyper.exponent(mode), hyper.ridge, largest)
 
     def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
-        """Return largest over smallest eigenvalue, ridge included, at the last refresh."""
+        """Return largest over smallest eigenvalue, without the ridge, at the last refresh.
+
+        A factor that is singular has the inverse of the rounding error. With the ridge every one that is nearly so
+        would have the inverse of the damping, which says nothing of the factor.
+        """
         largest, smallest = state["spectrum"][:, mode, 1], state["spectrum"][:, mode, 2]
-        return torch.where(smallest > 0, largest / smallest, torch.full_like(largest, math.nan))
+        ridge = hyper.ridge
+        top = (largest - ridge.eps) / (1 + ridge.damping)
+        bottom = smallest - ridge.eps - ridge.damping * top
+        ratio = top / torch.maximum(bottom, torch.finfo(top.dtype).eps * top)
+        return torch.where(smallest > 0, ratio, torch.full_like(largest, math.nan))
 
     def operator_tensors(self, modes: Sequence[int]) -> list[str]:
         """Return the names of the factors."""
