@@ -254,7 +254,9 @@ def test_a_demo_that_was_interrupted_goes_on_and_one_that_ended_is_refused(
 
     with monkeypatch.context() as during:
         during.setattr("kronscope.cli.terminal.ShowTraining.__call__", press)
-        assert kronscope("demo", "--out", "out").code == 130
+        pressed = kronscope("demo", "--out", "out")
+        assert pressed.code == 130
+        assert "the same command goes on, with the demo's folder as --out" in pressed.err
         _assert_refused(kronscope("demo", "--out", "out", "--seed", 1), "seed is 0 there, 1 was asked")
         ended = kronscope("demo", "--out", "out")
     assert ended.code == 0, ended.err

@@ -16,6 +16,10 @@ from kronscope.support.launch import is_rank_0, process_group
 __all__ = ["app", "main"]
 
 _INTERRUPTED = 130
+_GOING_ON = {
+    "paper": "; the same command with --resume goes on",
+    "demo": "; the same command goes on, with the demo's folder as --out",
+}
 
 app = typer.Typer(
     help="See Shampoo's preconditioner: how well Kronecker products approximate curvature.",
@@ -44,8 +48,7 @@ def main() -> None:
     except SystemExit as end:
         # typer turns Ctrl-C into this
         if end.code == _INTERRUPTED:
-            hint = "; the same command with --resume goes on" if sys.argv[1:2] == ["paper"] else ""
-            sys.stderr.write(f"kronscope: interrupted{hint}.\n")
+            sys.stderr.write(f"kronscope: interrupted{_GOING_ON.get(''.join(sys.argv[1:2]), '')}.\n")
         raise
 
 
