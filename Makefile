@@ -10,6 +10,13 @@ PIP    := $(BIN)/python -m pip install -qq --no-warn-conflicts -c constraints.tx
 # because BackPACK declares torchvision, which only its example data need and which may replace the installed torch.
 CROSSCHECK := backpack-for-pytorch curvlinops-for-pytorch einconv einops linear-operator opt-einsum unfoldnd
 
+# The frameworks our optimizers are tried in, in an environment of their own. timm comes without its dependencies: one of
+# them is torchvision, which would replace the installed torch; huggingface-hub, pyyaml and safetensors are there anyway.
+FRAMEWORKS := transformers accelerate lightning peft tensorboard wandb
+TESTING    := pytest pytest-timeout pytest-xdist hypothesis
+IVENV      := .venv-integrations
+IPIP       := $(IVENV)/bin/python -m pip install -qq --no-warn-conflicts -c constraints.txt -c constraints-integrations.txt
+
 # Those that need no data and no other arguments.
 BENCHMARKS := $(addprefix benchmarks/,measure_speed.py population_coverage.py optim_speed.py scaling_estimate.py)
 
@@ -17,10 +24,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format pytest crosscheck bench clean
+.PHONY: help install demo test lint format pytest test-integrations crosscheck bench clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -63,6 +70,19 @@ pytest: $(VENV)/.installed-dev  ## tests, doctests, code blocks of README and do
 	@echo "== pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
+$(IVENV)/.installed: pyproject.toml constraints.txt constraints-integrations.txt
+	@echo "== creating $(IVENV) and installing the frameworks into it (the first time takes minutes)"
+	@$(PYTHON) -m venv $(IVENV)
+	@$(IPIP) torch
+	@$(IPIP) $(FRAMEWORKS) $(TESTING) -e .
+	@$(IPIP) --no-deps timm
+	@touch $@
+
+test-integrations: $(IVENV)/.installed  ## our optimizers inside Transformers, Lightning, Accelerate, peft and timm
+	@echo "== pytest tests/integrations"
+	@HF_HUB_OFFLINE=1 KRONSCOPE_INTEGRATIONS=1 $(IVENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup \
+		tests/integrations src/kronscope/integrations $(ARGS)
+
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops
 	@$(PIP) --no-deps $(CROSSCHECK)
 	@$(BIN)/python -m pytest -m crosscheck $(ARGS)
@@ -74,8 +94,8 @@ format: $(VENV)/.installed-dev  ## rewrite the sources in the project's format
 bench: $(VENV)/.installed-dev  ## run the benchmark scripts
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-clean:  ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## remove the environments, caches and build products
+	rm -rf $(VENV) $(IVENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # test runs lint and pytest one after the other even under make -j, so that pytest's summary comes last.

@@ -11,7 +11,7 @@ optimizers that train with them.
 
 from __future__ import annotations
 
-from kronscope import approx, errors
+from kronscope import approx, errors, integrations
 from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
@@ -50,6 +50,7 @@ __all__ = [
     "approx",
     "cosine",
     "errors",
+    "integrations",
     "measure",
     "measure_fits",
     "measure_history",

@@ -1,0 +1,81 @@
+"""Transformers' Trainer: an optimizer with the right groups, and a callback that logs its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kronscope.integrations.wrapped import last_metrics
+from kronscope.optim import param_groups
+from kronscope.optim.base import KroneckerOptimizer
+
+__all__ = ["MetricsCallback", "log_metrics", "optimizer"]
+
+
+def optimizer(
+    family: type[KroneckerOptimizer],
+    args: TrainingArguments,
+    *,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] = param_groups,
+    **options: Any,
+) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
+    """Return what Trainer's argument ``optimizer_cls_and_kwargs`` takes, so that the groups have names and roles.
+
+    Given the class alone, Trainer would hand it bare tensors, and embeddings and heads would be preconditioned.
+    Learning rate and weight decay are those of the training arguments; betas and eps are not (Adam's are not ours).
+
+    Args:
+        family: :class:`Shampoo`, :class:`SOAP` or :class:`KLShampoo`.
+        args: The training arguments.
+        groups: Makes groups from the model, for example ``partial(ks.param_groups, overrides=…)``.
+        options: For the optimizer; ``lr`` and ``weight_decay`` take precedence over the training arguments.
+
+    >>> import kronscope as ks
+    >>> make, options = optimizer(ks.KLShampoo, TrainingArguments("out", learning_rate=1e-3, report_to=[]), refresh=20)
+    >>> make()(nn.Linear(3, 2), **options).param_groups[0]["lr"], options["refresh"]
+    (0.001, 20)
+    """
+
+    def build(model: nn.Module, **chosen: Any) -> Optimizer:
+        return family(groups(model), **chosen)
+
+    return lambda: build, {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any where transformers is not analysed
+    """Passes the optimizer's metrics to a logger whenever Trainer logs its training loss; on the first process only.
+
+    Args:
+        log: A callable ``(step, {name: float})``, for example one of ``ks.integrations.loggers``.
+    """
+
+    def __init__(self, log: Callable[[int, Mapping[str, float]], object]) -> None:
+        self._log = log
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        optimizer: object = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log after a training record; evaluation's and our own have no ``loss``."""
+        if state.is_world_process_zero and "loss" in (logs or {}):
+            self._log(state.global_step, last_metrics(optimizer))
+
+
+def log_metrics(trainer: Trainer) -> MetricsCallback:
+    """Let a Trainer log the optimizer's metrics to all it reports to, and into ``trainer.state.log_history``.
+
+    Returns:
+        The callback, which ``trainer.remove_callback`` takes.
+    """
+    callback = MetricsCallback(lambda step, values: trainer.log(dict(values)))
+    trainer.add_callback(callback)
+    return callback
