@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -74,3 +74,34 @@ def together(folder: str, sharded: bool = False) -> dict[str, dict[str, Any]]:
         resumed = train(f"{folder}/{family}", family, processes, resume=True, sharded=sharded)
         found[family] = {"whole": whole, "resumed": resumed}
     return found
+
+
+class Branches(nn.Module):
+    """Two bodies, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        hidden = self.first(inputs)
+        return self.out(torch.tanh(hidden + self.second(inputs) if both else hidden))  # type: ignore[no-any-return]
+
+
+def unused() -> dict[str, Any]:
+    """Train a model of which half is left out in the second of three steps."""
+    running = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model: Any = Branches().double()
+    branch = model.second.weight
+    model, optimizer = running.prepare(model, ks.KLShampoo(ks.param_groups(model), lr=1e-2))
+    inputs, targets = points(16).tensors
+    mine = slice(running.process_index, None, running.num_processes)
+    moved = []
+    for both in (True, False, True):
+        before = branch.detach().clone()
+        optimizer.zero_grad()
+        running.backward(nn.functional.cross_entropy(model(inputs[mine], both), targets[mine]))
+        optimizer.step()
+        moved.append(bool((branch != before).any()))
+    return {"after": weights(model), "moved": moved}

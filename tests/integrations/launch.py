@@ -29,9 +29,9 @@ QUIET = {
 }
 
 
-def launch(function: Callable[..., Any], processes: int, out: Path, **kwargs: Any) -> Any:
+def launch(function: Callable[..., Any], count: int, out: Path, **kwargs: Any) -> Any:
     """Run ``function(**kwargs)`` on some processes and return what the first one returned."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     job = [function.__module__, function.__name__, str(out), json.dumps(kwargs)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -59,11 +59,11 @@ def test_the_best_model_is_loaded_at_the_end(trainer_runs: ModuleType, tmp_path:
         "metric_for_best_model": "eval_loss",
         "save_total_limit": 1,
     }
-    # the loss grows when steps are much too long, so the best one is not the last
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "warmup_steps": 0}
+    # the loss falls, so that with the largest as the best one an earlier checkpoint is kept and loaded
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
     done = train(trainer_runs, tmp_path, "kl", **options)
     losses = {r["step"]: r["eval_loss"] for r in done.state.log_history if "eval_loss" in r}
-    best = min(losses, key=lambda step: losses[step])
+    best = max(losses, key=lambda step: losses[step])
     assert best < trainer_runs.STEPS
     assert done.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert done.evaluate()["eval_loss"] == pytest.approx(losses[best])
