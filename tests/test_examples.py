@@ -26,6 +26,10 @@ PRINTS = {
 TOGETHER = {"ddp": "replicated over 2 processes", "fsdp2": "sharded over 2 processes"}
 
 
+# Those that train on one process, what they need, and what they print besides losses that fall.
+TRAINING = {"trainer": (("transformers", "accelerate"), "the weights are the same to the bit")}
+
+
 def _python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     # One thread, so that the examples do not fight the rest of a parallel run; no network, no GPU to share.
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
@@ -44,7 +48,7 @@ def _python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER)
+    assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER) | set(TRAINING)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -52,9 +56,24 @@ def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = _python(*launch, str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
     assert TOGETHER[name] in done.stdout
-    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    _assert_losses_fall(done.stdout)
+
+
+def _assert_losses_fall(printed: str) -> None:
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_example_trains(name: str, tmp_path: Path) -> None:
+    packages, prints = TRAINING[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{name}.py needs {package}: `make test-integrations` has it")
+    done = _python(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
+    assert prints in done.stdout
+    _assert_losses_fall(done.stdout)
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in PRINTS], ids=lambda path: path.stem)

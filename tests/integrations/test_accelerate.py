@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("acc
 ROUNDING = 1e-9
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "fsdp2 alone"])
+@pytest.fixture(scope="module", params=["ddp"])
 def processes(request: pytest.FixtureRequest, accelerate_runs: ModuleType, tmp_path_factory: Any) -> Any:
     """What one or two processes found, and the folder they saved to, or None where others cannot read it."""
     folder = tmp_path_factory.mktemp("accelerate")

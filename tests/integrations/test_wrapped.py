@@ -77,6 +77,16 @@ def test_nothing_heavy_is_imported_until_it_is_asked_for() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_part_whose_package_is_missing_says_so() -> None:
+    code = (
+        "import sys; sys.modules['lightning'] = None\n"  # which import reads as: there is none
+        "import kronscope as ks\n"
+        "try:\n    ks.integrations.lightning\nexcept ks.errors.MissingExtraError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs the package lightning: pip install lightning" in done.stdout
+
+
 def test_an_unknown_part_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'keras'"):
         ks.integrations.keras  # noqa: B018

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from kronscope.errors import MissingExtraError
 from kronscope.integrations.wrapped import last_metrics, named_groups, unwrap
 
 __all__ = ["last_metrics", "lightning", "loggers", "named_groups", "timm", "transformers", "unwrap"]
@@ -23,5 +24,10 @@ _PARTS = ("lightning", "loggers", "timm", "transformers")
 
 def __getattr__(name: str) -> ModuleType:
     if name in _PARTS:
-        return importlib.import_module(f"{__name__}.{name}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != name:
+                raise
+            raise MissingExtraError(f"ks.integrations.{name} needs the package {name}: pip install {name}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,8 +46,8 @@ def unwrap(optimizer: object) -> KroneckerOptimizer:
     >>> class Wrapper:
     ...     def __init__(self, optimizer):
     ...         self.optimizer = optimizer
-    >>> unwrap(Wrapper(ks.SOAP(torch.nn.Linear(3, 2).named_parameters(), lr=1e-3))).family
-    'soap'
+    >>> type(unwrap(Wrapper(ks.SOAP(torch.nn.Linear(3, 2).named_parameters(), lr=1e-3)))).__name__
+    'SOAP'
     """
     found = find(optimizer)
     if found is None:
