@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kronscope.errors import OptionError, ShapeError
-from kronscope.kron import factored_gram, mode_gram, symmetric_product
+from kronscope.kron import factored_gram, mode_gram, symmetric_inner
 from kronscope.testing.strategies import seeds
 
 # one width on each side of the blocked product, and one that four blocks do not divide
@@ -25,18 +25,18 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_symmetric_product_is_the_full_product_and_symmetric_to_the_last_bit(width: int) -> None:
+def test_symmetric_inner_is_the_full_product_and_symmetric_to_the_last_bit(width: int) -> None:
     x = normal(0, 7, width)
-    product = symmetric_product(x)
+    product = symmetric_inner(x)
     close(product, x.T @ x)
     assert torch.equal(product, product.T)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_symmetric_product_of_two_matrices_whose_product_is_symmetric(width: int) -> None:
+def test_symmetric_inner_of_two_matrices_whose_product_is_symmetric(width: int) -> None:
     x = normal(0, 7, width)
     y = normal(1, 7, 1) * x
-    close(symmetric_product(x, y), x.T @ y)
+    close(symmetric_inner(x, y), x.T @ y)
 
 
 @pytest.mark.parametrize("rows", WIDTHS)

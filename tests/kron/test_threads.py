@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kronscope.kron import threads as threads_module
 from kronscope.kron.threads import divided, in_threads
 
 
@@ -109,3 +112,25 @@ def test_a_single_piece_takes_all_threads_and_many_equal_ones_take_one_each():
     assert divided((5.0,) * 4, 2) == ((), (0, 1, 2, 3))
     assert divided((5.0,) * 3, 2) == ((0,), (1, 2))
     assert divided((), 2) == ((), ())
+
+
+def test_a_job_is_waited_for_if_the_interrupt_comes_before_its_future_is_known(monkeypatch):
+    begun, ended = threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.append(1)
+
+    class Interrupted:
+        def submit(self, run: Any, job: Any) -> None:
+            pool.submit(run, job)
+            begun.wait()
+            raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(threads_module, "_pool", lambda workers: Interrupted())
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        with pytest.raises(KeyboardInterrupt):
+            in_threads([slow, slow])
+        assert ended == [1]

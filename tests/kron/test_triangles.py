@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kronscope.kron.powers import Spectrum
-from kronscope.kron.triangles import Triangle, is_packed, pack, stored_traces, symmetric_product, unpack
+from kronscope.kron.triangles import Triangle, is_packed, pack, stored_traces, symmetric_outer, unpack
 
 sizes = st.integers(1, 20)
 
@@ -50,10 +50,10 @@ def test_both_forms_read_alike():
     assert torch.allclose(stored_traces(packed), stored_traces(matrices))
 
 
-def test_a_large_symmetric_product_is_formed_from_its_lower_half():
+def test_a_large_symmetric_outer_product_is_formed_from_its_lower_half():
     left = rows(2, 300, 40)
     assert is_packed(300)
-    product = symmetric_product(left, left)
+    product = symmetric_outer(left, left)
     assert torch.equal(product, product.mT)
     assert torch.allclose(product, left @ left.mT, rtol=1e-12, atol=1e-12)
     values = torch.arange(300, dtype=torch.float64) - 100

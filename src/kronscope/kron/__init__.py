@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kronscope.kron.grams import factored_gram, mode_gram, symmetric_product
+from kronscope.kron.grams import factored_gram, mode_gram, symmetric_inner
 from kronscope.kron.operators import (
     Diagonal,
     EigenbasisDiagonal,
@@ -26,5 +26,5 @@ __all__ = [
     "factored_gram",
     "mode_gram",
     "psd_power",
-    "symmetric_product",
+    "symmetric_inner",
 ]

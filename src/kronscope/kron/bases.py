@@ -10,7 +10,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from kronscope.errors import NonFiniteError
 from kronscope.kron.powers import Spectrum
-from kronscope.kron.triangles import symmetric_product
+from kronscope.kron.triangles import symmetric_outer
 
 __all__ = ["eigenbases", "improved_basis", "orthogonal_iteration", "probe_vector"]
 
@@ -50,7 +50,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     info = torch.finfo(columns.dtype)
     unit = columns / columns.norm(dim=-2, keepdim=True).clamp_min(info.tiny)
-    lower = torch.linalg.cholesky_ex(symmetric_product(unit.mT, unit.mT)).L
+    lower = torch.linalg.cholesky_ex(symmetric_outer(unit.mT, unit.mT)).L
     basis: Tensor = torch.linalg.solve_triangular(lower.mT, unit, upper=True, left=False)
     probe = probe_vector(basis)
     errors = (basis.mT @ (basis @ probe) - probe).norm(dim=(-2, -1))

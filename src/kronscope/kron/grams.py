@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kronscope.errors import OptionError, ShapeError
 
-__all__ = ["factored_gram", "mode_gram", "symmetric_product"]
+__all__ = ["factored_gram", "mode_gram", "symmetric_inner"]
 
 # Below this width one GEMM is as fast as the blocks of its upper half (measured on AVX2 with two threads).
 _MIN_BLOCKED_WIDTH = 256
 _BLOCKS = 4
 
 
-def symmetric_product(x: Tensor, y: Tensor | None = None) -> Tensor:
+def symmetric_inner(x: Tensor, y: Tensor | None = None) -> Tensor:
     r"""Compute :math:`X^\top Y` where the result is known to be symmetric.
 
     Only the blocks on and above the diagonal are multiplied, 5/8 of the work of a full product. ``y`` defaults to
@@ -34,7 +34,7 @@ def symmetric_product(x: Tensor, y: Tensor | None = None) -> Tensor:
         y: Matrix (k, d).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
-    >>> symmetric_product(x)
+    >>> symmetric_inner(x)
     tensor([[1., 2.],
             [2., 5.]])
     """
@@ -98,7 +98,7 @@ def mode_gram(grads: Tensor, weights: Tensor | None = None, mode: int = 0, other
         rows = grads.movedim(mode + 1, -1)
         if weights is not None:
             rows = rows * weights.clamp_min(0).sqrt().to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
-        return symmetric_product(rows.reshape(-1, rows.shape[-1]))
+        return symmetric_inner(rows.reshape(-1, rows.shape[-1]))
     rows = grads.transpose(1, 2) if mode == 0 else grads  # (k, contracted, kept)
     # M acts on the second gradient of each pair: Σ G (M Gᵀ) and Σ Gᵀ (M G)
     middle = other @ rows if mode == 1 else (grads @ other.T).transpose(1, 2)
@@ -141,7 +141,7 @@ def factored_gram(
             scale = scale.sum(1, keepdim=True)
         flat = kept.reshape(-1, kept.shape[-1])
         scaled = flat * scale.expand(kept.shape[:2]).reshape(-1, 1)
-        return symmetric_product(flat, scaled)
+        return symmetric_inner(flat, scaled)
     inner = moved @ contracted.mT  # (k, c, t, t)
     if weights is not None:
         inner = inner * weights.to(inner.dtype).view(-1, 1, 1, 1)
@@ -165,7 +165,7 @@ def _narrow_left(grads: Tensor, weights: Tensor | None, other: Tensor | None) ->
 def _product(x: Tensor, y: Tensor, middle: Tensor | None) -> Tensor:
     """XᵀY, by halves when the matrix between the gradients was symmetric and the result therefore is."""
     if middle is None or torch.equal(middle, middle.T):
-        return symmetric_product(x, y)
+        return symmetric_inner(x, y)
     return x.T @ y
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import NonFiniteError, OptionError, ShapeError
-from kronscope.kron.triangles import symmetric_product
+from kronscope.kron.triangles import symmetric_outer
 
 __all__ = ["PsdFactor", "Spectrum", "default_cutoff", "psd_power"]
 
@@ -76,7 +76,7 @@ class Spectrum:
 
     def matrix(self) -> Tensor:
         """Return the matrix with this spectrum, symmetric to the last bit."""
-        return symmetric_product(self.vectors * self.values.unsqueeze(-2), self.vectors)
+        return symmetric_outer(self.vectors * self.values.unsqueeze(-2), self.vectors)
 
 
 def psd_power(matrix: Tensor, exponent: float, *, cutoff: float | None = None) -> Tensor:

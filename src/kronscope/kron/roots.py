@@ -1,19 +1,12 @@
-r"""Root solvers for stacks of PSD factors: what an optimizer needs besides :mod:`kronscope.kron.powers`.
+"""Root solvers for stacks of PSD factors, and a safety net around them; :mod:`kronscope.kron.solver` says what they do.
 
-For every factor :math:`A` of a stack (B, d, d) the wanted matrix is
-
-.. math:: X = \Big(\frac{A + \rho I}{\operatorname{tr}(A + \epsilon I)}\Big)^{e},
-          \qquad \rho = \epsilon + \delta\,\lambda_{\max}(A) ,
-
-with the exponent :math:`e`, the absolute :math:`\epsilon` and the relative :math:`\delta` of a :class:`Ridge`; with
-:math:`\rho = 0` a pseudo-inverse power. Dividing by the trace keeps roots near one whatever the gradient's scale.
+A new solver is a frozen dataclass with the members of :class:`RootSolver`; ``kronscope.testing.check_solver`` tests it.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +15,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from kronscope.errors import NonFiniteError, OptionError
 from kronscope.kron.bases import eigenbases, orthogonal_iteration, probe_vector
 from kronscope.kron.powers import Spectrum, default_cutoff
+from kronscope.kron.solver import SOLVER_MEMBERS, Ridge, Roots, RootSolver, root_order
 
 __all__ = [
     "SOLVER_MEMBERS",
@@ -40,98 +34,6 @@ __all__ = [
 
 # Below this relative damping float32 eigenvectors cost accuracy (4 % at condition 1e6), so float64 decomposes.
 _DAMPING_FOR_FLOAT32 = 1e-5
-
-
-@dataclass(frozen=True)
-class Ridge:
-    r"""What is added to a factor's eigenvalues before a negative power.
-
-    Attributes:
-        eps: Absolute amount :math:`\epsilon`.
-        damping: Amount :math:`\delta` relative to the largest eigenvalue.
-
-    >>> Ridge(damping=0.5).regularised(torch.tensor([0.0, 4.0]))
-    tensor([2., 6.])
-    """
-
-    eps: float = 0.0
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the amounts."""
-        if not (self.eps >= 0 and self.damping >= 0):
-            raise OptionError(f"eps and damping must not be negative, got {self.eps} and {self.damping}.")
-
-    @property
-    def is_pseudo_inverse(self) -> bool:
-        """Whether nothing is added, so that zero eigenvalues stay zero."""
-        return self.eps == 0 and self.damping == 0
-
-    def regularised(self, values: Tensor, cutoff: float = 0.0) -> Tensor:
-        """Return the eigenvalues (..., d) with the ridge added.
-
-        A ridge below ``cutoff`` times the largest eigenvalue is lost in the rounding of the matrix: it says nothing
-        about directions without a gradient, so eigenvalues that are zero then stay zero.
-        """
-        if self.is_pseudo_inverse:
-            return values
-        largest = values.amax(-1, keepdim=True)
-        shift = self.eps + self.damping * largest
-        return torch.where((values > 0) | (shift > cutoff * largest), values + shift, values)
-
-
-@dataclass(frozen=True)
-class Roots:
-    """What a solver found for a stack of B factors.
-
-    Attributes:
-        matrices: The roots (B, d, d).
-        residuals: Relative residual of each (B,), by a random probe; NaN or large means failure.
-        extremes: Largest and smallest regularised eigenvalue that is not zero (B, 2), before division by the trace;
-            0 where the solver does not know it.
-        vectors: Eigenvectors (B, d, d), or None.
-    """
-
-    matrices: Tensor
-    residuals: Tensor
-    extremes: Tensor
-    vectors: Tensor | None = None
-
-
-@runtime_checkable
-class RootSolver(Protocol):
-    """A way to take powers of a stack of factors; see :class:`Eigh`."""
-
-    @property
-    def tolerance(self) -> float:
-        """The residual above which a root is not to be used."""
-        ...
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the solver starts from the previous eigenvectors, which must then be kept."""
-        ...
-
-    @property
-    def is_thread_safe(self) -> bool:
-        """Whether several threads may call :meth:`solve` at once, on different factors."""
-        ...
-
-    def check(self, exponent: float, ridge: Ridge) -> None:
-        """Refuse powers that this solver cannot take.
-
-        Raises:
-            OptionError: it cannot take this one; the text says which solver can.
-        """
-        ...
-
-    def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first."""
-        ...
-
-
-# What a RootSolver has.
-SOLVER_MEMBERS = ("tolerance", "is_warm", "is_thread_safe", "check", "solve")
 
 
 @dataclass(frozen=True)
@@ -307,16 +209,6 @@ def solve_roots(
     if roots is not None and bool(good.all()):
         return roots
     return _rescued(factors, exponent, ridge, roots, good, previous, float(size) ** -exponent)
-
-
-def root_order(exponent: float) -> int | None:
-    """Return p where ``exponent`` is -1/p for a whole p, else None.
-
-    >>> root_order(-0.25), root_order(-0.3)
-    (4, None)
-    """
-    order = round(-1 / exponent) if exponent < 0 else 0
-    return order if order >= 1 and abs(order * exponent + 1) < 1e-9 else None
 
 
 def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge, largest: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Independent pieces of linear algebra on the CPU, one per thread with one BLAS thread each.
+"""Independent jobs of linear algebra on the CPU, each computed by one thread alone.
 
-A batched decomposition on the CPU is a loop over its matrices, and a single one gains little from a second thread.
-Products gain more, but three equal ones on two threads still take as long as four would. Which thread takes which
-piece decides nothing about the numbers: each piece is computed by one thread alone.
+Torch decomposes a stack of matrices one by one, and a single decomposition gains little from a second thread; so two
+threads with one matrix each are nearly twice as fast. Numbers do not depend on which thread takes which job.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import heapq
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ __all__ = ["divided", "in_threads"]
 
 T = TypeVar("T")
 
-# Pieces are dealt out one per thread while the last thread ends at most this much after the mean.
+# Jobs go to single threads if the last thread then ends at most this much later than the mean.
 _IMBALANCE = 1.1
 
 _lock = threading.Lock()
@@ -32,8 +31,8 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """Run functions side by side on at most ``torch.get_num_threads()`` threads, and return their results in order.
 
-    The first error is raised after all have ended, an interrupt after those have ended that had begun. Functions must
-    not change what another one reads or changes, and must not depend on whether gradients are enabled: they are not.
+    No function may change what another one reads or changes. Gradients are disabled in all of them. If one fails, the
+    others are finished first, and then its error is raised. On Ctrl-C those that have begun are finished.
 
     >>> in_threads([lambda: 1, lambda: 2])
     [1, 2]
@@ -41,18 +40,17 @@ def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
     workers = torch.get_num_threads()
     if workers < 2:
         return [_quietly(job) for job in jobs]
-    # a single one goes there too: numbers must not depend on how many others there happen to be
+    # also a single one: with all threads of BLAS it would round differently, depending on what else is due
+    batch = _Batch()
     futures: list[Future[T]] = []
     try:
-        futures.extend(_pool(workers).submit(_quietly, job) for job in jobs)
+        futures.extend(_pool(workers).submit(batch.run, job) for job in jobs)
         # a signal that another thread received is seen only between waits
         while wait(futures, timeout=0.2).not_done:
             pass
     except BaseException:
         # Ctrl-C: nothing may go on changing tensors behind the caller's back
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        batch.stop()
         raise
     errors = [future.exception() for future in futures]
     for error in errors:
@@ -63,10 +61,17 @@ def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 @lru_cache(maxsize=64)
 def divided(costs: tuple[float, ...], workers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divide pieces into those that take all threads, one after another, and those that take one thread each.
+    """Divide jobs into those that use all threads, one job after another, and those that get one thread each.
 
-    Pieces go to single threads, the longest first, where that keeps all threads busy; the longest are taken out until
-    it does.
+    One thread each is faster, unless some threads are left without work: three equal jobs on two threads take as long
+    as four. So the longest jobs use all threads, as few of them as it takes to keep all threads busy with the rest.
+
+    Args:
+        costs: What each job costs.
+        workers: Number of threads.
+
+    Returns:
+        The indices of both kinds, the longest job first.
 
     >>> divided((1.0, 1.0, 4.0, 1.0, 1.0), 2)
     ((), (2, 0, 1, 3, 4))
@@ -81,11 +86,39 @@ def divided(costs: tuple[float, ...], workers: int) -> tuple[tuple[int, ...], tu
 
 
 def _is_even(costs: Sequence[float], workers: int) -> bool:
-    """Whether pieces in this order, each taken by the next free thread, keep all threads busy to the end."""
+    """Whether jobs in this order, each taken by the next free thread, keep all threads busy to the end."""
     loads = [0.0] * workers
     for cost in costs:
         heapq.heapreplace(loads, loads[0] + cost)
     return max(loads) <= _IMBALANCE * sum(loads) / workers
+
+
+class _Batch:
+    """Jobs of one call, which can be stopped: also one that was handed over, but whose future had not come back yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._is_stopped = False
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Do a job, unless the batch was stopped."""
+        with self._changed:
+            if self._is_stopped:
+                raise CancelledError
+            self._running += 1
+        try:
+            return _quietly(job)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Begin no more jobs, and wait for those that have begun."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.wait_for(lambda: self._running == 0)
 
 
 def _quietly(job: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Triangle", "is_packed", "pack", "stored_traces", "symmetric_product", "unpack"]
+__all__ = ["Triangle", "is_packed", "pack", "stored_traces", "symmetric_outer", "unpack"]
 
 _PANEL = 128
 # Smaller products lose by being cut.
@@ -126,14 +126,14 @@ def _size(packed: Tensor) -> int:
     return (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
 
 
-def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+def symmetric_outer(left: Tensor, right: Tensor) -> Tensor:
     r"""Return :math:`X Y^\top`, known to be symmetric, from its lower half; symmetric to the last bit.
 
     Args:
         left: Matrices :math:`X` (..., d, n).
         right: Matrices :math:`Y` (..., d, n).
 
-    >>> symmetric_product(torch.eye(2), torch.diag(torch.tensor([1.0, 2.0])))
+    >>> symmetric_outer(torch.eye(2), torch.diag(torch.tensor([1.0, 2.0])))
     tensor([[1., 0.],
             [0., 2.]])
     """

@@ -23,6 +23,16 @@ from kronscope.optim.diagnostics import Diagnostics, diagnose
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
+from kronscope.optim.loading import (
+    check_loaded,
+    decoded_groups,
+    encoded_group,
+    hooks_off,
+    load_tensors,
+    on_device,
+    placed,
+    warn_of_replaced,
+)
 from kronscope.optim.options import (
     OBJECTS,
     check_layout_options,
@@ -37,16 +47,6 @@ from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alik
 from kronscope.optim.rules import Rule
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
-from kronscope.optim.state import (
-    check_loaded,
-    decoded_groups,
-    encoded_group,
-    hooks_off,
-    load_tensors,
-    on_device,
-    placed,
-    warn_of_replaced,
-)
 from kronscope.optim.step import Portion, portions, take_step
 from kronscope.optim.swaps import kept_states, replaced
 from kronscope.support.callers import callers_level

@@ -1,4 +1,8 @@
-"""When roots are taken: phases that keep step time flat, and which blocks are due."""
+"""When roots are taken.
+
+A refresh period has as many steps as its name says. Each factor has a *phase*, the step of the period at which its root
+is taken, and phases are chosen so that all steps take about equally long.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,21 @@ from kronscope.optim.stacks import Stack, block_key
 
 __all__ = ["assign_phases", "due_blocks", "stale_blocks"]
 
-# Tiles of more blocks than this are dealt out in turn instead of by the emptiest step.
+# The blocks of a tile with more of them than this get the steps in turn: searching for the best one would take long.
 _GREEDY = 256
 
 
 class _Loads:
-    """The work of each step of a refresh period, on two lanes: roots of one step can be taken side by side.
+    """How much work each step of a refresh period has so far.
 
-    Lanes do not follow the number of threads, since phases decide numbers. Where the largest roots are so few that
-    two in one step would stand out, there is one lane.
+    Two threads can take two roots at once, so a step has two lanes, and lasts as long as the longer one. It is two
+    lanes whatever the number of threads: phases decide when roots are taken, and the same run must give the same
+    numbers on any machine. Only where one lane for all roots is long enough (few roots, and a long period) is there
+    one, so that no step takes two of the largest.
+
+    Args:
+        period: Number of steps.
+        costs: What each root costs, of all that will be added.
     """
 
     def __init__(self, period: int, costs: Sequence[float]) -> None:
@@ -31,16 +41,20 @@ class _Loads:
         self._loads = [[0.0] * self._lanes for _ in range(period)]
 
     def add(self, phase: int, cost: float) -> None:
-        """Put a root on the emptier lane of a step."""
+        """Put a root on the shorter lane of a step."""
         lanes = self._loads[phase]
         lanes[lanes.index(min(lanes))] += cost
 
     def best(self, cost: float) -> int:
-        """Return the step with the tightest gap beside its longer lane that holds a root, else the shortest step."""
+        """Return the step that should take one more root.
+
+        Best are steps that last no longer with it, because the root fits beside the longer lane; of these the one where
+        the least is left over. If there is none, it is the step that is shortest with the root.
+        """
 
         def rank(lanes: list[float]) -> tuple[bool, float]:
-            after = min(lanes) + cost
-            return after > max(lanes), after if after > max(lanes) else max(lanes) - after
+            longest, after = max(lanes), min(lanes) + cost
+            return (True, after) if after > longest else (False, longest - after)
 
         return min(range(len(self._loads)), key=lambda phase: rank(self._loads[phase]))
 
@@ -48,7 +62,7 @@ class _Loads:
 def assign_phases(
     everyone: Iterable[tuple[Tensors, Layout, Hyper]], newcomers: Sequence[tuple[Tensors, Layout, Hyper]]
 ) -> None:
-    """Give each new factor a step of the refresh period, most costly ones first, so that steps take equally long.
+    """Choose the phase of each new factor, the most costly ones first.
 
     Args:
         everyone: State, layout and options of all parameters that had a gradient before.
@@ -63,7 +77,8 @@ def assign_phases(
     for cost, period, phases, mode in earlier:
         for phase in phases[:, mode].tolist():
             loads[period].add(phase % period, cost)
-    # by mode, so that neighbours, which share a step, are of different blocks: the sides of one may share its moments
+    # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
+    # share moments, should not
     for cost, period, phases, mode in sorted(sides, key=lambda side: (-side[0], side[3])):
         if phases.shape[0] > _GREEDY:
             phases[:, mode] = torch.arange(phases.shape[0]) % period
@@ -75,7 +90,7 @@ def assign_phases(
 
 
 def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[float, int, Tensor, int]]:
-    """Yield the cost of a root, the refresh period, the phases (B, modes) and the mode of each staggered factor."""
+    """Yield for each mode of each tile the cost of a root, the refresh period, the phases (B, modes), the mode."""
     for state, layout, hyper in entries:
         for index, tile in enumerate(layout.tiles):
             for mode in tile.modes:
@@ -87,7 +102,9 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[f
 def due_blocks(
     stack: Stack, rows: slice | Tensor, hyper: Hyper, step: int, *, anew: bool = False
 ) -> list[Tensor | None]:
-    """Return for each mode which blocks' roots the schedule wants now (or wants looked at), None for no block.
+    """Return for each mode the blocks whose root is to be taken at this step, None for no block.
+
+    With an adaptive schedule it is the blocks to be looked at; :func:`stale_blocks` does that.
 
     Args:
         stack: The stack.
@@ -113,7 +130,7 @@ def due_blocks(
 
 
 def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor:
-    """Keep those blocks whose root no longer fits their factor; only an adaptive schedule looks."""
+    """Return those of some blocks whose root no longer fits their factor; all, unless the schedule is adaptive."""
     schedule = hyper.refresh
     if not isinstance(schedule, Adaptive) or schedule.takes_all(hyper.schedule_step(step)):
         return index

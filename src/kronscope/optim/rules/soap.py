@@ -129,9 +129,9 @@ class SOAP(KroneckerOptimizer):
         nonfinite: ``"skip"`` or ``"raise"``.
         parallel: As for :class:`Shampoo`.
         process_group: As for :class:`Shampoo`.
-        reference: Do exactly what the published implementation does: no first step, every dimension of two or more a
-            factor, all bases refreshed together (every 10 steps unless told otherwise), second moments permuted, weight
-            decay after the step. For comparison.
+        reference: Do exactly what the published implementation does, for comparison: no first step, a factor for every
+            dimension of a parameter that has two or more, all bases refreshed at the same step (every 10 steps unless
+            told otherwise), second moments permuted instead of turned, weight decay after the step.
 
     Raises:
         OptionError: an option has a value that is not allowed.

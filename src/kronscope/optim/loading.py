@@ -1,4 +1,4 @@
-"""Loading a saved state: checked before anything changes, with an error that names the parameter."""
+"""Saving and loading a state: options as plain values, checks before anything changes, tensors where they belong."""
 
 from __future__ import annotations
 
