@@ -37,6 +37,23 @@ def test_flags_say_which_fits_are_kronecker_products() -> None:
     }
 
 
+def test_those_that_say_so_are_diagonal_in_shampoos_eigenbasis() -> None:
+    stream = GradientStream.from_factors(
+        torch.randn(40, 2, 3, dtype=torch.float64), torch.randn(40, 2, 4, dtype=torch.float64)
+    )
+    left, right = (factor.spectrum.vectors for factor in ks.SecondMoment(stream).factors())
+    basis = torch.kron(left, right)
+    diagonal = set()
+    for approximation in approx.all_approximations():
+        rotated = basis.T @ approximation.fit(stream).to_dense() @ basis
+        if float((rotated - rotated.diagonal().diag()).norm() / rotated.norm()) < 1e-10:
+            diagonal.add(approximation.name)
+    said = {a.name for a in approx.all_approximations() if a.in_shampoo_basis}
+    assert said == {"shampoo2", "tnt", "shampoo", "soap", "caspr"}
+    # multiples of the identity on one side or both are diagonal in any basis, and need none
+    assert diagonal == said | {"one-sided", "identity"}
+
+
 def test_a_wrong_name_lists_near_ones() -> None:
     with pytest.raises(OptionError, match="did you mean 'shampoo2' or 'shampoo'"):
         approx.get("shampo2")

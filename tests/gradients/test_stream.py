@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError, NonFiniteError, ShapeError
 from kronscope.gradients import stream as module
 from kronscope.gradients.atoms import DenseAtoms, FactoredAtoms
-from kronscope.gradients.stream import GradientStream
+from kronscope.gradients.stream import GradientStream, Known
 from kronscope.testing import StreamRecipe, oracle
 
 
@@ -112,3 +113,16 @@ def test_weights_follow_sample_numbers_and_atoms_are_numbered_on() -> None:
     assert [int(number) for chunk in grown for number in chunk.samples] == [0, 1, 2, 3, 4]
     assert oracle.atoms(grown)[1].tolist()[-1] == 5.0
     assert stream.memo == {}
+
+
+def test_what_is_known_of_a_stream_is_taken_as_given_and_not_handed_on() -> None:
+    stream = StreamRecipe("dense", (2, 3), samples=4).build()
+    known = Known(torch.eye(2, dtype=torch.float64), torch.eye(3, dtype=torch.float64), 9.0)
+    told = SecondMoment(stream.knowing(known))
+    assert (told.norm(), told.trace()) == (3.0, 2.0)
+    assert torch.equal(told.left(), known.left)  # type: ignore[arg-type]
+    assert torch.equal(told.right(), known.right)  # type: ignore[arg-type]
+    # other weights make other contractions
+    changed = told.stream.reweighted(torch.ones(4))
+    torch.testing.assert_close(SecondMoment(changed).norm(), float(oracle.second_moment(changed).norm()))
+    torch.testing.assert_close(SecondMoment(stream).norm(), float(oracle.second_moment(stream).norm()))
