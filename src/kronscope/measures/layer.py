@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kronscope.approx import Approximation, Optimal, options_of
@@ -66,7 +66,6 @@ def layer_rows(
     approximations: Sequence[Approximation],
     *,
     probes: Probes | None = None,
-    done: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Row]:
     """Yield one row per approximation, as they are computed.
 
@@ -75,7 +74,6 @@ def layer_rows(
         condition: Names and counts for the rows.
         approximations: What to fit.
         probes: Use the paper's estimator instead of exact values.
-        done: Called with each approximation's name when its row is there.
     """
     truth = SecondMoment(streams.truth)
     batched = streams.batches.of(streams.fitted)
@@ -83,7 +81,7 @@ def layer_rows(
     if sum(approximation.in_shampoo_basis for approximation in approximations) > 1:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
-    resampler, common, silence = None, [streams.note] if streams.note else [], ""
+    resampler, notes, silence = None, [streams.note], ""
     try:
         resampler = _resampler(streams)
     except DataError as error:
@@ -92,55 +90,46 @@ def layer_rows(
         elif streams.resample == "samples":
             raise
         else:
-            common.append(str(error))
+            notes.append(str(error))
 
-    def stream_for(approximation: Approximation) -> GradientStream:
-        if approximation.fits_truth:
-            return streams.truth
-        return batched if approximation.uses_batches else streams.fitted
-
-    def options_for(approximation: Approximation) -> str:
-        batches = "" if stream_for(approximation) is not batched else streams.batches.options
-        return ", ".join(filter(None, [options_of(approximation), batches]))
+    def estimated(approximation: Approximation, stream: GradientStream) -> Estimate:
+        if probes is not None:
+            return probes.cosine(truth, approximation.fit(stream))
+        if silence:
+            return Estimate(math.nan, math.nan, silence)
+        if resampler is None or (resampler.fixed_truth and approximation.fits_truth):
+            return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
+        return _resampled(resampler, approximation, streams.batches)
 
     for approximation in approximations:
         started = time.perf_counter()
-        notes = list(common)
-        estimate = Estimate(math.nan, math.nan)
+        stream = batched if approximation.uses_batches else streams.fitted
+        if approximation.fits_truth:
+            stream = streams.truth
         try:
-            if probes is not None:
-                estimate = probes.cosine(truth, approximation.fit(stream_for(approximation)))
-            elif silence:
-                estimate = Estimate(math.nan, math.nan, silence)
-            elif resampler is None or (resampler.fixed_truth and approximation.fits_truth):
-                estimate = Estimate(_plain_cosine(truth, approximation, stream_for(approximation)), math.nan)
-            else:
-                estimate = _resampled(resampler, approximation, streams.batches)
-            if estimate.note:
-                notes.append(estimate.note)
-            elif math.isnan(estimate.value):
-                notes.append("the truth or the fit is zero: there is no direction to compare")
+            found = estimated(approximation, stream)
         except (NotFactoredError, ConvergenceError, DataError) as error:
-            notes.append(str(error))
-        m, n = streams.truth.shape
+            found = Estimate(math.nan, math.nan, str(error))
+        if math.isnan(found.value) and not found.note:
+            found = replace(found, note="the truth or the fit is zero: there is no direction to compare")
+        options = [options_of(approximation), streams.batches.options if stream is batched else ""]
         yield Row(
             layer=condition.layer,
-            rows=m,
-            cols=n,
+            rows=truth.shape[0],
+            cols=truth.shape[1],
             step=condition.step,
             truth=condition.truth,
             labels=condition.labels,
             batch_size=condition.batch_size,
             approximation=approximation.name,
-            cosine=estimate.value,
-            stderr=estimate.stderr,
-            relative_error=relative_error(min(1.0, estimate.value)),
+            cosine=found.value,
+            stderr=found.stderr,
+            relative_error=relative_error(min(1.0, found.value)),
             samples=condition.samples,
             seconds=time.perf_counter() - started,
-            note="; ".join(notes),
-            options=options_for(approximation),
+            note="; ".join(filter(None, [*notes, found.note])),
+            options=", ".join(filter(None, options)),
         )
-        done(approximation.name)
 
 
 def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: GradientStream) -> float:

@@ -245,9 +245,10 @@ class Measurement:
         return Condition(name, self.options.step, self.options.truth, labels, batch_size, truth.num_samples)
 
     def _measure_fit(self, streams: LayerStreams, condition: Condition, record: FitRecord, bar: Bar) -> None:
-        rows = layer_rows(streams, condition, record.approximations, probes=record.probes, done=lambda _: bar.step())
-        for row in rows:  # one by one: an interrupt keeps those that are done
+        # one by one: an interrupt keeps those that are done
+        for row in layer_rows(streams, condition, record.approximations, probes=record.probes):
             record.rows.append(row)
+            bar.step()
         for kind in record.fit.details:
             record.curves.append(self._curve(kind, streams, condition, record.approximations))
             bar.step()
