@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronscope.errors import LayerError, ModelError, NonFiniteError, OptionError
+from kronscope.errors import LayerError, NonFiniteError, OptionError
 from kronscope.gradients.atoms import Atoms
 from kronscope.gradients.chunk import ChunkCapture, check_finite
 from kronscope.gradients.data import Batch, Batches, map_tensors, tensors_of
@@ -17,7 +17,7 @@ from kronscope.gradients.forward import Forward, ForwardFunction, common_device
 from kronscope.gradients.guard import untouched
 from kronscope.gradients.layer_plan import LayerPlan
 from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, read_loss
-from kronscope.gradients.matrices import LayerSpec, unwrap
+from kronscope.gradients.matrices import LayerSpec, check_plain, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import GradientStream
 from kronscope.support.processes import ALONE, Processes
@@ -113,12 +113,7 @@ class Recorder:
         named = dict(self._model.named_parameters(remove_duplicate=False))
         self._parameters = {name: named[name] for spec in specs for name in spec.parameters}
         for name, parameter in self._parameters.items():
-            if hasattr(parameter, "placements"):
-                raise ModelError(
-                    f"Parameter {name!r} is sharded over processes (DTensor). Measure a plain copy of the model with "
-                    "the full state: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                    "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))."
-                )
+            check_plain(name, parameter)
         self._probe_batch: Batch | None = None
         self._terms = 1
         self.processes = processes

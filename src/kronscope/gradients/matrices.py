@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from kronscope.errors import LayerError, ModelError
 
-__all__ = ["LayerSpec", "matrix_shape", "resolve_layers", "unwrap"]
+__all__ = ["LayerSpec", "check_plain", "matrix_shape", "resolve_layers", "unwrap"]
 
 _SLICE = re.compile(r"^(?P<name>[^\[\]]+)\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _WRAPPER_PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)+")
@@ -96,6 +96,20 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def check_plain(name: str, parameter: Tensor) -> None:
+    """Refuse a parameter of which this process holds a part only.
+
+    Raises:
+        ModelError: it is sharded; the text says how to measure the model.
+    """
+    if hasattr(parameter, "placements"):
+        raise ModelError(
+            f"Parameter {name!r} is sharded over processes (DTensor). Measure a plain copy of the model with the full "
+            f"state: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            f"options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))."
+        )
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:

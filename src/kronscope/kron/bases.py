@@ -10,6 +10,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from kronscope.errors import NonFiniteError
 from kronscope.kron.powers import Spectrum
+from kronscope.kron.rescues import note_rescues
 from kronscope.kron.triangles import symmetric_outer
 
 __all__ = ["eigenbases", "improved_basis", "orthogonal_iteration", "probe_vector"]
@@ -75,7 +76,9 @@ def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
             return vectors
     except LinAlgError:
         vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool)
-    for index in (~good).nonzero().flatten().tolist():
+    failed = (~good).nonzero().flatten().tolist()
+    note_rescues(len(failed))
+    for index in failed:
         try:
             again = Spectrum.of(factors[index].double()).vectors.flip(-1).to(factors.dtype)
             vectors[index] = again

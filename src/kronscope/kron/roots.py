@@ -15,6 +15,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from kronscope.errors import NonFiniteError, OptionError
 from kronscope.kron.bases import eigenbases, orthogonal_iteration, probe_vector
 from kronscope.kron.powers import Spectrum, default_cutoff
+from kronscope.kron.rescues import note_rescues
 from kronscope.kron.solver import SOLVER_MEMBERS, Ridge, Roots, RootSolver, root_order
 
 __all__ = [
@@ -292,7 +293,9 @@ def _rescued(
     residuals = factors.new_full((count,), float("nan")) if roots is None else roots.residuals.clone()
     extremes = factors.new_full((count, 2), float("nan")) if roots is None else roots.extremes.clone()
     lost = 0
-    for index in (~good).nonzero().flatten().tolist():
+    failed = (~good).nonzero().flatten().tolist()
+    note_rescues(len(failed))
+    for index in failed:
         try:
             again = Eigh(float64=True).solve(factors[index : index + 1], exponent, ridge)
             found = bool(_usable(again, Eigh().tolerance).all())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kronscope.gradients.data import checksum
-from kronscope.gradients.matrices import unwrap
+from kronscope.gradients.matrices import check_plain, unwrap
 from kronscope.measures.budget import parse_budget
 from kronscope.support.processes import Processes
 
@@ -33,11 +33,14 @@ def same_model(processes: Processes, model: nn.Module, asked: Mapping[str, Any])
 
     Raises:
         DistributedError: options or parameters differ; the text names them.
+        ModelError: a parameter is sharded.
     """
     if processes.world_size == 1:
         yield
         return
     inner = unwrap(model)
+    for name, parameter in inner.named_parameters():
+        check_plain(name, parameter)
     tensors = [(f"parameter {name}", tensor) for name, tensor in inner.named_parameters()]
     with processes.failing_together():
         sums = {name: f"of shape {tuple(tensor.shape)}, checksum {checksum(tensor):08x}" for name, tensor in tensors}

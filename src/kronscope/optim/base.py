@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from kronscope.errors import DistributedError, KronscopeError, NonFiniteError, OptionError, StateError
 from kronscope.kron.operators import Operator
+from kronscope.kron.rescues import rescues
 from kronscope.optim.advice import check_group_names, default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
 from kronscope.optim.blocks import Layout
@@ -33,6 +35,7 @@ from kronscope.optim.loading import (
     placed,
     warn_of_replaced,
 )
+from kronscope.optim.metrics import Direction, Progress, Put, UpdateLog
 from kronscope.optim.options import (
     OBJECTS,
     check_layout_options,
@@ -73,6 +76,10 @@ class KroneckerOptimizer(Optimizer):
     _places: list[Tensor]
     _placed: bool
     _compared: bool
+    _progress: Progress | None = None
+    _updates: UpdateLog | None = None
+    metrics_every: int = 10
+    """Look at updates and gradients at step 1 and every so many steps, for :meth:`metrics`; 0 for never."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget_plan()
@@ -260,13 +267,17 @@ class KroneckerOptimizer(Optimizer):
         active = self._active()
         if not active:
             return
+        started, before = time.perf_counter(), rescues()
         with full_precision({param.device.type for param in active}):
             self._initialise(active, hypers)
             torch._foreach_add_([self.state[param]["step"] for param in active], 1)
             exchange = self._placement.open(active, self.param_groups, self._apply)
             self._step_elementwise(exchange, active, hypers)
-            self._step_stacks(exchange, active, hypers)
+            number = int(self.state[next(iter(active))]["step"])
+            roots = self._step_stacks(exchange, active, hypers, number)
             exchange.finish()
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        self._progress = Progress(number, milliseconds, roots, rescues() - before)
 
     def _active(self) -> dict[Tensor, int]:
         """Return the parameters that take part in this step and their groups; none if the step is to be skipped."""
@@ -359,7 +370,11 @@ class KroneckerOptimizer(Optimizer):
                     group,
                 )
 
-    def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
+    def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper], number: int) -> int:
+        put: Put = exchange.put
+        log = UpdateLog(number) if self.metrics_every and (number == 1 or number % self.metrics_every == 0) else None
+        if log is not None:
+            self._updates, put = log, log.listening(put)
         work: list[Portion] = []
         # roots of another exponent are not merely old: they are all taken anew
         powers = {index: hyper.exponents for index, hyper in enumerate(hypers)}
@@ -373,8 +388,10 @@ class KroneckerOptimizer(Optimizer):
             for step, members in cohorts.items():
                 for portion in portions(stack, members):
                     grads = [exchange.blocks(member) for member in portion]
+                    if log is not None:
+                        log.expect(portion, grads)
                     work.append(Portion(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
-        take_step(work, exchange.put, self._placement.roots)
+        return take_step(work, put, self._placement.roots)
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         """Change ``targets``: the parameters, or the parts or copies of them that this process changes."""
@@ -446,6 +463,42 @@ class KroneckerOptimizer(Optimizer):
             for param in group["params"]
         ]
         return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather)
+
+    def metrics(self) -> dict[str, float]:
+        """Return a few numbers about the last step, for a log; of this process, and without asking any other.
+
+        ``step``, ``milliseconds`` (on the host, without the closure), ``roots`` (taken by this process),
+        ``fallbacks`` (roots that the solver failed to take at the first attempt), ``skipped_steps``. Of preconditioned
+        parameters, as far as this process forms their updates, and of the last step that was looked at
+        (:attr:`metrics_every`, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
+        and gradients, ``worst_cosine`` of a layer, whose name is :attr:`worst_layer`.
+
+        >>> import torch, kronscope
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = kronscope.Shampoo(model.named_parameters(), lr=1e-2)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.metrics()["roots"], optimizer.worst_layer
+        (2.0, 'weight')
+        """
+        found = {"skipped_steps": float(self.skipped_steps)}
+        if self._progress is not None:
+            found |= {name: float(value) for name, value in self._progress._asdict().items()}
+        direction = self._direction()
+        if direction is not None:
+            found["measured_step"] = float(direction.step)
+            found["update_rms"], found["cosine"] = direction.rms, direction.cosine
+            found["worst_cosine"] = direction.worst_cosine
+        return found
+
+    @property
+    def worst_layer(self) -> str:
+        """Name of the layer whose update agrees least with its gradient; empty before the first step."""
+        direction = self._direction()
+        return "" if direction is None else direction.worst_layer
+
+    def _direction(self) -> Direction | None:
+        return None if self._updates is None else self._updates.direction(self._name)
 
     def _names(self) -> dict[Tensor, str]:
         """Return the name of each parameter, or its place."""

@@ -186,8 +186,8 @@ class RootTaker(Protocol):
         """Whether more roots may turn out to be due than the portion itself found, once all processes are asked."""
         ...
 
-    def take(self, work: Sequence[Portion]) -> None:
-        """Take the roots that are due."""
+    def take(self, work: Sequence[Portion]) -> int:
+        """Take the roots that are due; return how many this process took."""
         ...
 
 
@@ -198,13 +198,14 @@ class LocalRoots:
         """Return False: nobody else is asked."""
         return False
 
-    def take(self, work: Sequence[Portion]) -> None:
-        """Take the roots that are due."""
+    def take(self, work: Sequence[Portion]) -> int:
+        """Take the roots that are due; return how many."""
         take_roots(work)
+        return sum(index.numel() for portion in work for _, index in portion.due)
 
 
-def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> None:
-    """Take the step of all portions: gradients in, roots, updates out.
+def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
+    """Take the step of all portions: gradients in, roots, updates out; return how many roots this process took.
 
     Args:
         work: The portions.
@@ -225,8 +226,9 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> None:
     pairs = list(zip(work, held, strict=True))
     _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])
     waiting = [portion for portion, is_held in pairs if portion.due or is_held]
-    roots.take(waiting)
+    taken = roots.take(waiting)
     _side_by_side([partial(portion.finish, put) for portion in waiting], [cost(portion) for portion in waiting])
+    return taken
 
 
 def take_roots(work: Sequence[Portion]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+import kronscope as ks
 from kronscope.errors import StateError
 from kronscope.kron.roots import WarmQR
 from kronscope.optim import SOAP, Adaptive, KLShampoo, Shampoo
@@ -217,3 +218,43 @@ def test_rank_zero_may_look_alone_and_sees_its_part(pool: Pool, mode: str) -> No
             assert math.isnan(row.update_ratio) or row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
     if mode == "divided":
         assert any(not math.isnan(row.update_ratio) for row in found.values())
+
+
+def metrics_on_rank_zero(mode: str) -> dict[str, float]:
+    model = wrapped(mode, square=True)
+    optimizer = made(mode, "shampoo", model.named_parameters())
+    optimizer.metrics_every = 1
+    found: dict[str, float] = {}
+    for step in range(3):
+        train(model, optimizer, [step])
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = optimizer.metrics()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ddp", "divided", "fsdp2"])
+def test_metrics_are_each_process_own(pool: Pool, mode: str) -> None:
+    expected = metrics_on_rank_zero("single")
+    found = pool.run(metrics_on_rank_zero, 2, mode=mode)[0]
+    assert found.keys() == expected.keys()
+    assert found["step"] == 3
+    assert 0 < found["roots"] < expected["roots"]
+    if mode == "ddp":
+        for name in ("update_rms", "cosine", "worst_cosine"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-9)
+
+
+def measured() -> str:
+    model = wrapped("fsdp2")
+    data = [(torch.zeros(4, 5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))]
+    try:
+        ks.measure(model, nn.CrossEntropyLoss(), data, progress=False)
+    except ks.errors.ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_measuring_a_sharded_model_is_refused_with_the_way(pool: Pool) -> None:
+    for said in pool.run(measured, 2):
+        assert "DTensor" in said
+        assert "full_state_dict=True" in said

@@ -37,11 +37,12 @@ class SharedRoots:
         """Whether another process may find a root due that this one does not: where numbers decide."""
         return portion.is_adaptive
 
-    def take(self, work: Sequence[Portion]) -> None:
-        """Take this process's share of the roots, and get the others'."""
+    def take(self, work: Sequence[Portion]) -> int:
+        """Take this process's share of the roots, and get the others'; return how many it took."""
         self._agree([portion for portion in work if portion.is_adaptive])
         due = [Due(portion, mode, index) for portion in work for mode, index in portion.due]
-        solve([one for one in due if not one.portion.hyper.rule.has_separate_roots])
+        own = [one for one in due if not one.portion.hyper.rule.has_separate_roots]
+        solve(own)
         due = [one for one in due if one.portion.hyper.rule.has_separate_roots]
         ranges = _ranges(tuple((one.portion.root_cost(one.mode), one.blocks.numel()) for one in due), self._size)
         shared = [_Shared(one, by_process) for one, by_process in zip(due, ranges, strict=True)]
@@ -52,6 +53,7 @@ class SharedRoots:
         self._gather(shared)
         # in the same order everywhere, and as one process would
         carry_over((one.due, one.bases) for one in shared)
+        return sum(one.blocks.numel() for one in own) + sum(one.count(self._rank) for one in mine)
 
     def _gather(self, shared: Sequence[_Shared]) -> None:
         """Send this process's roots and receive the others', one call per dtype and device."""
