@@ -7,7 +7,7 @@ adapters   rank-8 adapters of all seven matrices of each layer of a 1.1B-shaped 
 experts    Mixtral's shapes (8 experts, 14336 x 4096) on the meta device; and steps of 8 experts of 512 x 256.
 mixture    the loss of a small mixture of experts after 300 steps, mean of three seeds, at the best of three rates.
 head       steps of a 32000 x 512 matrix, with and without a name.
-cheaper    steps of one layer of a transformer of width 512 with options that make them cheaper.
+cheaper    steps of one layer of a transformer of width 256 with options that make them cheaper.
 
 Steps are timed in turns in this process: mean CPU time over a period of ten steps after the first, with every root
 taken once in it (``refresh=10``). What is in the file of ``--out`` already stays there, so that parts can be run one by
@@ -228,15 +228,15 @@ def of_head(make: Callable[..., Any], steps: int) -> dict[str, Any]:
 
 def of_cheaper(make: Callable[..., Any], steps: int) -> dict[str, Any]:
     def layer(device: str = "cpu") -> Named:
-        shapes = {"qkv": (1536, 512), "out": (512, 512), "up": (2048, 512), "down": (512, 2048)}
+        shapes = {"qkv": (768, 256), "out": (256, 256), "up": (1024, 256), "down": (256, 1024)}
         return [(f"layers.0.{n}.weight", nn.Parameter(torch.randn(s, device=device))) for n, s in shapes.items()]
 
     ways: dict[str, dict[str, Any]] = {
         "defaults": {},
         "roots every 50 steps": {"refresh": 50},
-        "block_size=512": {"block_size": 512},
-        "block_size=512, roots every 50 steps": {"block_size": 512, "refresh": 50},
-        "memory_budget=16 MiB": {"memory_budget": 16 * 2**20},
+        "block_size=256": {"block_size": 256},
+        "block_size=256, roots every 50 steps": {"block_size": 256, "refresh": 50},
+        "memory_budget=4 MiB": {"memory_budget": 4 * 2**20},
     }
     makers: dict[str, Callable[[Named], Any]] = {
         label: lambda named, o=options: make(named, **o) for label, options in ways.items()

@@ -201,6 +201,25 @@ def test_a_model_knows_its_tables_whatever_they_are_called():
     assert dict(zip(names, roles_of(names, params), strict=True))["words.weight"] == "", "only the module can tell"
 
 
+class Speaking(nn.Module):
+    """A model that says what makes its outputs, which names do not and order neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = nn.Linear(6, 9)
+        self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.answer
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_says_itself_what_makes_its_outputs(wrapped):
+    model = nn.ModuleDict({"module": Speaking()}) if wrapped else Speaking()
+    heads = [name for name, how in plan(Shampoo(model)).items() if how == "AdamW (head)"]
+    assert [name.removeprefix("module.") for name in heads] == ["answer.weight"]
+
+
 def test_the_groups_of_a_run_are_one_model():
     """With a learning rate for each layer the last matrix of each group is not a head."""
     groups = [{"params": [(name, param)], "lr": 0.1} for name, param in mlp().named_parameters()]

@@ -241,10 +241,11 @@ def _is_table(module: nn.Module, weight: Tensor) -> bool:
 
 
 def _output_weight(model: nn.Module) -> Tensor | None:
-    """Return the weight of the layer that transformers' models say makes their outputs."""
-    asked = getattr(model, "get_output_embeddings", None)
+    """Return the weight of the layer that a model of transformers, wrapped or not, says makes its outputs."""
+    found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    asked = next((one for one in found if callable(one)), None)
     try:
-        layer = asked() if callable(asked) else None
+        layer = asked() if asked is not None else None
     except (NotImplementedError, AttributeError, TypeError):
         return None
     weight = getattr(layer, "weight", None)
