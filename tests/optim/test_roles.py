@@ -158,6 +158,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])}),
         {"layers.2.weight"},
     ),
+    "one block": (
+        lambda: nn.ModuleDict(
+            {"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})])}
+        ),
+        set(),
+    ),
     "blocks": (lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]), set()),
     "peft": (
         Adapted,
