@@ -6,7 +6,13 @@ import os
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +29,8 @@ def accelerator(sharded: bool = False, **options: Any) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     made = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
     # Accelerate takes a plugin on a CPU and then leaves it aside, but its code for FSDP2 runs there all the same
-    made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+    PartialState().distributed_type = made.state.distributed_type = DistributedType.FSDP
+    made.state.fsdp_plugin = plugin
     return made
 
 
@@ -74,6 +81,12 @@ def together(folder: str, sharded: bool = False) -> dict[str, dict[str, Any]]:
         resumed = train(f"{folder}/{family}", family, processes, resume=True, sharded=sharded)
         found[family] = {"whole": whole, "resumed": resumed}
     return found
+
+
+def again(folder: str) -> dict[str, dict[str, Tensor]]:
+    """Resume what FSDP2 saved on another number of processes."""
+    processes = int(os.environ["WORLD_SIZE"])
+    return {family: train(f"{folder}/{family}", family, processes, resume=True, sharded=True) for family in FAMILIES}
 
 
 class Branches(nn.Module):

@@ -17,14 +17,19 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("acc
 ROUNDING = 1e-9
 
 
-@pytest.fixture(scope="module", params=["ddp"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", "fsdp2 alone"])
 def processes(request: pytest.FixtureRequest, accelerate_runs: ModuleType, tmp_path_factory: Any) -> Any:
-    """What one or two processes found, and the folder they saved to, or None where others cannot read it."""
+    """What one or two processes found, and what one process found that resumed from what two had saved."""
     folder = tmp_path_factory.mktemp("accelerate")
     sharded = request.param != "ddp"
     count = 1 if request.param == "fsdp2 alone" else 2
     found = launch(accelerate_runs.together, count, folder / "found.pt", folder=str(folder), sharded=sharded)
-    return found, None if sharded else folder
+    if request.param == "fsdp2":
+        # Accelerate loads what FSDP2 saved under FSDP2 only, which needs a process group
+        return found, launch(accelerate_runs.again, 1, folder / "again.pt", folder=str(folder))
+    if request.param == "ddp":
+        return found, {name: accelerate_runs.train(str(folder / name), name, resume=True) for name in FAMILIES}
+    return found, None
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -48,12 +53,10 @@ def test_processes_resume_what_they_saved(processes: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_resumes_what_two_saved(accelerate_runs: ModuleType, processes: Any, family: str) -> None:
-    found, folder = processes
-    if folder is None:
-        pytest.skip("Accelerate loads what FSDP2 saved under FSDP2 only")
-    resumed = accelerate_runs.train(str(folder / family), family, resume=True)
-    assert_same(resumed, found[family]["whole"], ROUNDING)
+@pytest.mark.parametrize("processes", ["ddp", "fsdp2"], indirect=True)
+def test_one_process_resumes_what_two_saved(processes: Any, family: str) -> None:
+    found, resumed = processes
+    assert_same(resumed[family], found[family]["whole"], ROUNDING)
 
 
 def test_unwrap_reaches_through_prepare(accelerate_runs: ModuleType) -> None:

@@ -91,6 +91,26 @@ def test_layers_thaw_with_groups_of_their_own(lightning_runs: ModuleType, tmp_pa
     assert plan["network.0.weight"].startswith("SOAP")
 
 
+def test_the_finetuning_callbacks_own_groups_are_taken(lightning_runs: ModuleType, tmp_path: Path) -> None:
+    """Bare tensors beside named groups, which torch alone would refuse."""
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    class WithBackbone(lightning_runs.Classifier):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__("kl")
+            self.backbone = self.network[0]
+
+        def configure_optimizers(self) -> Any:
+            return ks.KLShampoo(ks.param_groups(self), lr=1e-2)
+
+    module = WithBackbone()
+    before = weights(module)
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-3, train_bn=False)
+    trainer = fit(lightning_runs, module, tmp_path, callbacks=[finetuning])
+    assert len(trainer.optimizers[0].explain().rows) == 6
+    assert bool((weights(module)["network.0.weight"] != before["network.0.weight"]).any())
+
+
 def test_manual_optimization_reaches_our_methods(lightning_runs: ModuleType, tmp_path: Path) -> None:
     seen = []
 

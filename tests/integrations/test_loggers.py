@@ -69,8 +69,8 @@ def test_wandb_has_an_axis_of_its_own() -> None:
     log = WandB(run)
     for step, values in RECORDS.items():
         log(step, values)
-    assert sorted(run.axes) == [(name, "kronscope/step") for name in sorted(RECORDS[10])]
-    assert [values["kronscope/step"] for values in run.logged] == [10, 20]
+    assert sorted(run.axes) == [(name, "kronscope/logged_step") for name in sorted(RECORDS[10])]
+    assert [values["kronscope/logged_step"] for values in run.logged] == [10, 20]
 
 
 @pytest.mark.filterwarnings("ignore")  # wandb's and pydantic's own
@@ -86,5 +86,5 @@ def test_wandb_offline_writes_a_run(tmp_path: Path) -> None:
             log(step, values)
         seen = dict(run.summary)
     assert seen["kronscope/milliseconds"] == 1.0 / 3.0
-    assert seen["kronscope/step"] == 20
+    assert seen["kronscope/logged_step"] == 20
     assert list(tmp_path.rglob("*.wandb")), json.dumps([str(path) for path in tmp_path.rglob("*")])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import kronscope as ks
 from kronscope.integrations import unwrap
 from tests.integrations.tiny import FAMILIES, assert_same, language_model, weights
 
@@ -95,6 +96,14 @@ def test_layers_that_thaw_during_a_run_train_and_resume(trainer_runs: ModuleType
     assert_same(run(tmp_path / "again", tmp_path / "whole" / f"checkpoint-{trainer_runs.SAVED}"), whole)
     before = weights(language_model())
     assert all(bool((whole[name] != value).any()) for name, value in before.items() if "proj" in name)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_bare_class_warns_of_a_table_without_a_name(trainer_runs: ModuleType, tmp_path: Path) -> None:
+    running = trainer_runs.trainer(str(tmp_path), "kl", model=language_model(vocab_size=10000, hidden_size=128))
+    running.optimizer_cls_and_kwargs = (ks.KLShampoo, {"lr": 1e-3})
+    with pytest.warns(UserWarning, match="Pass the model itself"):
+        running.create_optimizer()
 
 
 def test_checkpoints_hold_tensors_only(trainer_runs: ModuleType, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def language_model(dtype: torch.dtype = torch.float64, **config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     settings = LlamaConfig(
-        vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, **{**sizes, **config}
+        num_key_value_heads=2, max_position_embeddings=LENGTH, **{"vocab_size": VOCABULARY, **sizes, **config}
     )
     return LlamaForCausalLM(settings).to(dtype)
 

@@ -74,8 +74,8 @@ class TensorBoard:
 class WandB:
     """Write scalars to a Weights & Biases run, also an offline one.
 
-    The steps are an axis of their own, ``kronscope/step``: W&B drops values whose step is before its own counter's, and
-    that counter belongs to the training loop.
+    The steps are an axis of their own, ``kronscope/logged_step``: W&B drops values whose step is before its own
+    counter's, and that counter belongs to the training loop.
 
     Args:
         run: What ``wandb.init`` returned; None takes the run that is active.
@@ -100,6 +100,6 @@ class WandB:
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's values."""
         for name in values.keys() - self._known:
-            self.run.define_metric(name, step_metric="kronscope/step")
+            self.run.define_metric(name, step_metric="kronscope/logged_step")
             self._known.add(name)
-        self.run.log({**{name: float(value) for name, value in values.items()}, "kronscope/step": step})
+        self.run.log({**{name: float(value) for name, value in values.items()}, "kronscope/logged_step": step})

@@ -69,8 +69,7 @@ def last_metrics(optimizer: object) -> dict[str, float]:
     Raises:
         OptionError: there is none of ours inside.
     """
-    metrics: dict[str, float] = getattr(unwrap(optimizer), "metrics", dict)()
-    return {f"{PREFIX}{name}": float(value) for name, value in metrics.items()}
+    return {f"{PREFIX}{name}": value for name, value in unwrap(optimizer).metrics().items()}
 
 
 def named_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
