@@ -1,19 +1,23 @@
 """What the plan saves: adapters, mixtures of experts and a head without a name, as planned and as they would be else.
 
-    python benchmarks/optim_plans.py [--threads 1] [--out benchmarks/records/optim_plans.json]
+    python benchmarks/optim_plans.py [--parts adapters head ...] [--out benchmarks/records/optim_plans.json]
 
 adapters   rank-8 adapters of all seven matrices of each layer of a 1.1B-shaped Llama (22 layers, width 2048), as
            planned on the meta device; and steps of one layer's adapters. Before, 64 MiB were allowed for each.
-experts    Mixtral's shapes (8 experts, 14336 x 4096) on the meta device; steps of 8 experts of 512 x 256; and the loss
-           of a small mixture of experts after 300 steps, mean of three seeds, with the learning rate best for each.
+experts    Mixtral's shapes (8 experts, 14336 x 4096) on the meta device; and steps of 8 experts of 512 x 256.
+mixture    the loss of a small mixture of experts after 300 steps, mean of three seeds, at the best of three rates.
 head       steps of a 32000 x 512 matrix, with and without a name.
+cheaper    steps of one layer of a transformer of width 256 with options that make them cheaper.
 
-Steps are timed in turns in this process; medians of those after the first ten, where roots are taken every ten steps.
+Steps are timed in turns in this process: mean CPU time over a period of ten steps after the first, with every root
+taken once in it (``refresh=10``). What is in the file of ``--out`` already stays there, so that parts can be run one by
+one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -76,7 +80,7 @@ def adamw_mib(named: Named) -> float:
 
 
 def step_times(makers: dict[str, Callable[[Named], Any]], make: Callable[[], Named], steps: int) -> dict[str, float]:
-    """Median milliseconds of a step, over whole periods of ten, taken in turns."""
+    """Mean CPU milliseconds of a step, over ``steps`` of them, taken in turns."""
     runs = {}
     for label, maker in makers.items():
         named = make()
@@ -84,21 +88,17 @@ def step_times(makers: dict[str, Callable[[Named], Any]], make: Callable[[], Nam
             param.grad = torch.randn_like(param)
         runs[label] = maker(named)
     times: dict[str, list[float]] = {label: [] for label in runs}
-    for step in range(10 + steps):
+    for step in range(1 + steps):
         for label, optimizer in runs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             optimizer.step()
-            if step >= 10:
-                times[label].append(1e3 * (time.perf_counter() - start))
-    # the mean over a period, since only some steps take roots; the median of periods
-    return {
-        label: statistics.median(statistics.fmean(found[i : i + 10]) for i in range(0, len(found), 10))
-        for label, found in times.items()
-    }
+            if step >= 1:
+                times[label].append(1e3 * (time.process_time() - start))
+    return {label: round(statistics.fmean(found), 2) for label, found in times.items()}
 
 
 def adamw(named: Named) -> Any:
-    return torch.optim.AdamW(unnamed(named), lr=1e-3)
+    return torch.optim.AdamW(unnamed(named), lr=1e-3, fused=True)
 
 
 class Mixture(nn.Module):
@@ -179,26 +179,26 @@ def roles_of(model: nn.Module) -> list[str]:
     return [roles[param] for param in model.parameters()]
 
 
-def run(kind: str, steps: int) -> dict[str, Any]:
-    make = MAKERS[kind]
+def of_adapters(make: Callable[..., Any], steps: int) -> dict[str, Any]:
     lora = adapters(22, "meta")
-    mixtral = experts(8, 14336, 4096, "meta")
     return {
-        "adapters of 1.1B": {
+        "1.1B": {
             "as planned": needs(make(lora)),
             "as before": needs(as_before(make, lora)),
             "AdamW": {"MiB": adamw_mib(lora)},
         },
-        "adapters of one layer, ms": step_times(
-            {
-                "as planned": make,
-                "as before": lambda named: as_before(make, named),
-                "AdamW": adamw,
-            },
+        "one layer, ms": step_times(
+            {"as planned": make, "as before": lambda named: as_before(make, named), "AdamW": adamw},
             lambda: adapters(1, "cpu"),
             steps,
         ),
-        "experts of Mixtral, one layer": {
+    }
+
+
+def of_experts(make: Callable[..., Any], steps: int) -> dict[str, Any]:
+    mixtral = experts(8, 14336, 4096, "meta")
+    return {
+        "one layer of Mixtral": {
             "as planned": needs(make(mixtral)),
             "one matrix (as before)": needs(make(unnamed(mixtral))),
             "AdamW": {"MiB": adamw_mib(mixtral)},
@@ -208,8 +208,12 @@ def run(kind: str, steps: int) -> dict[str, Any]:
             lambda: experts(8, 512, 256, "cpu"),
             steps,
         ),
-        "loss of a mixture of experts": mixture(make),
-        "head of 32000 x 512, ms": step_times(
+    }
+
+
+def of_head(make: Callable[..., Any], steps: int) -> dict[str, Any]:
+    return {
+        "32000 x 512, ms": step_times(
             {
                 "without a name, as planned": lambda named: make(unnamed(named)),
                 "without a name, one-sided (as before)": lambda named: make(unnamed(named), method="kronecker"),
@@ -218,33 +222,66 @@ def run(kind: str, steps: int) -> dict[str, Any]:
             },
             lambda: [("lm_head.weight", nn.Parameter(torch.randn(32000, 512)))],
             steps,
-        ),
+        )
     }
+
+
+def of_cheaper(make: Callable[..., Any], steps: int) -> dict[str, Any]:
+    def layer(device: str = "cpu") -> Named:
+        shapes = {"qkv": (768, 256), "out": (256, 256), "up": (1024, 256), "down": (256, 1024)}
+        return [(f"layers.0.{n}.weight", nn.Parameter(torch.randn(s, device=device))) for n, s in shapes.items()]
+
+    ways: dict[str, dict[str, Any]] = {
+        "defaults": {},
+        "roots every 50 steps": {"refresh": 50},
+        "block_size=256": {"block_size": 256},
+        "block_size=256, roots every 50 steps": {"block_size": 256, "refresh": 50},
+        "memory_budget=4 MiB": {"memory_budget": 4 * 2**20},
+    }
+    makers: dict[str, Callable[[Named], Any]] = {
+        label: lambda named, o=options: make(named, **o) for label, options in ways.items()
+    }
+    # a whole number of the longest period
+    times = step_times({**makers, "AdamW": adamw}, layer, 50 * -(-steps // 50))
+    sizes = {label: needs(maker(layer("meta")))["MiB"] for label, maker in makers.items()}
+    sizes["AdamW"] = adamw_mib(layer("meta"))
+    return {label: {"ms": times[label], "MiB": round(sizes[label], 1)} for label in times}
+
+
+PARTS: dict[str, Callable[[Callable[..., Any], int], dict[str, Any]]] = {
+    "adapters": of_adapters,
+    "experts": of_experts,
+    "mixture": lambda make, steps: mixture(make),
+    "head": of_head,
+    "cheaper": of_cheaper,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps, a multiple of ten")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps, a multiple of ten")
     parser.add_argument("--kinds", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", message=".*does not know the names")
-    record = {
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": args.threads,
-            "steps": args.steps,
-        },
-        **{kind: run(kind, args.steps) for kind in args.kinds},
+    record: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    record["environment"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": args.threads,
+        "steps": args.steps,
     }
-    text = json.dumps(record, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    for part in args.parts:
+        for kind in args.kinds:
+            found = PARTS[part](functools.partial(MAKERS[kind], refresh=10), args.steps)
+            record.setdefault(part, {})[kind] = found
+            print(part, kind, json.dumps(found, indent=1), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

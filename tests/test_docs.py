@@ -336,3 +336,31 @@ def test_the_ratios_with_one_thread_are_their_record() -> None:
         soap = "SOAP, as published's view / published SOAP" if name == "resnet18" else "SOAP / published SOAP"
         first, second, third = (wall[key] for key in (ours, f"{ours}, unpacked", soap))
         assert f"{first:.2f}, {second:.2f} and {third:.2f} on {words}" in text
+
+
+def test_the_table_of_learning_rates_is_its_record() -> None:
+    text = (DOCS / "learning-rate.md").read_text(encoding="utf-8")
+    record = json.loads((RECORDS / "optim_rates.json").read_text(encoding="utf-8"))
+    assert record["after"] == [100, 200, 400]
+    for rate, found in record["loss"].items():
+        cells = [", ".join(f"{loss:.3f}" for loss in found[name]) for name in ("AdamW", "Shampoo", "KLShampoo", "SOAP")]
+        assert f"| {rate} | {' | '.join(cells)} |" in text
+
+
+def test_the_tables_of_what_is_cheaper_are_their_record() -> None:
+    text = (DOCS / "cheaper.md").read_text(encoding="utf-8")
+    record = json.loads((RECORDS / "optim_plans.json").read_text(encoding="utf-8"))
+    for label, found in record["cheaper"]["Shampoo"].items():
+        assert f"| {found['MiB']:.1f} | {found['ms']:.0f} |" in text, label
+    adapters, experts = record["adapters"]["Shampoo"], record["experts"]["Shampoo"]
+    for row in (
+        adapters["one layer, ms"],
+        experts["8 experts of 512 x 256, ms"],
+        record["head"]["Shampoo"]["32000 x 512, ms"],
+    ):
+        planned, before = [*row.values()][:2]
+        assert f"| {planned:.0f} | {before:.0f} | {row['AdamW']:.0f} |" in text
+    for part in (adapters["1.1B"], experts["one layer of Mixtral"]):
+        assert " | ".join(f"{found['MiB']:.0f}" for found in part.values()) in text
+    for found in record["mixture"]["Shampoo"].values():
+        assert f"{found['loss']:.3f}" in text

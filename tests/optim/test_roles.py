@@ -158,6 +158,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])}),
         {"layers.2.weight"},
     ),
+    "one block": (
+        lambda: nn.ModuleDict(
+            {"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})])}
+        ),
+        set(),
+    ),
     "blocks": (lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]), set()),
     "peft": (
         Adapted,
@@ -199,6 +205,25 @@ def test_a_model_knows_its_tables_whatever_they_are_called():
     assert roles["decoder.weight"] == "head"
     names, params = zip(*model.named_parameters(), strict=True)
     assert dict(zip(names, roles_of(names, params), strict=True))["words.weight"] == "", "only the module can tell"
+
+
+class Speaking(nn.Module):
+    """A model that says what makes its outputs, which names do not and order neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = nn.Linear(6, 9)
+        self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.answer
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_says_itself_what_makes_its_outputs(wrapped):
+    model = nn.ModuleDict({"module": Speaking()}) if wrapped else Speaking()
+    heads = [name for name, how in plan(Shampoo(model)).items() if how == "AdamW (head)"]
+    assert [name.removeprefix("module.") for name in heads] == ["answer.weight"]
 
 
 def test_the_groups_of_a_run_are_one_model():

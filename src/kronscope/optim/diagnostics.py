@@ -40,7 +40,8 @@ class DiagnosticsRow:
         update_ratio: Norm of a step, learning rate included, over the norm of the parameter.
 
     What does not exist is None: the first three numbers of a parameter without factors, the residual before the first
-    root, the ratio of a parameter that is zero or whose update needs a gradient that is gone.
+    root, the ratio of a parameter that is zero, whose update needs a gradient that is gone, or of which this process
+    has a part only.
     """
 
     name: str

@@ -92,7 +92,7 @@ def roles_of(names: Sequence[str], params: Sequence[Tensor], *, last: bool = Tru
     """Tell the roles of parameters from their names and shapes.
 
     Of several matrices in a head only the last one is it. Where no name says head, the last matrix of all is it,
-    unless it is inside one of several equal blocks, leads back to the width of an embedding, or is the only one.
+    unless it is inside a block of a list, leads back to the width of an embedding, or is the only one.
 
     Args:
         names: The names; empty where unknown.
@@ -223,13 +223,14 @@ def _last_matrix(names: Sequence[str], params: Sequence[Tensor], roles: Sequence
 
 
 def _is_repeated(modules: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a layer is part of one of several equal blocks, such as ``h.11.mlp.c_proj``."""
+    """Whether a layer is part of a block in a list, such as ``h.11.mlp.c_proj``, or of one of several equal blocks."""
     for place, part in enumerate(modules):
         if part.isdigit() and any(not later.isdigit() for later in modules[place + 1 :]):
-            before, after = ".".join(modules[:place]), ".".join(modules[place + 1 :])
-            pattern = re.compile(rf"(?:^|\.){re.escape(before)}\.?\d+\.{re.escape(after)}\.", re.IGNORECASE)
-            if sum(1 for name in names if name.endswith(".weight") and pattern.search(_plain(name))) > 1:
+            if place > 0:
                 return True
+            # a sequence without a name: of blocks, if another of its entries has the same layer
+            inside = ".".join(modules[1:])
+            return sum(bool(re.fullmatch(rf"\d+\.{re.escape(inside)}\.weight", _plain(name))) for name in names) > 1
     return False
 
 
@@ -241,10 +242,11 @@ def _is_table(module: nn.Module, weight: Tensor) -> bool:
 
 
 def _output_weight(model: nn.Module) -> Tensor | None:
-    """Return the weight of the layer that transformers' models say makes their outputs."""
-    asked = getattr(model, "get_output_embeddings", None)
+    """Return the weight of the layer that a model of transformers, wrapped or not, says makes its outputs."""
+    found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    asked = next((one for one in found if callable(one)), None)
     try:
-        layer = asked() if callable(asked) else None
+        layer = asked() if asked is not None else None
     except (NotImplementedError, AttributeError, TypeError):
         return None
     weight = getattr(layer, "weight", None)

@@ -174,8 +174,12 @@ def looks(mode: str) -> dict[str, Any]:
             found[f"{kind.__name__} {name.removeprefix('module.')}"] = optimizer.operator(param).to_dense()
         rows = optimizer.diagnostics(gather=True).rows
         found[f"{kind.__name__} rows"] = torch.tensor(
-            [[row.step, row.condition, row.effective_rank, row.staleness, row.update_ratio] for row in rows]
-        ).nan_to_num(nan=-1.0)
+            [
+                [-1.0 if number is None else number for number in (one.condition, one.effective_rank, one.update_ratio)]
+                + [one.step, one.staleness]
+                for one in rows
+            ]
+        )
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,15 +208,16 @@ def test_rank_zero_may_look_alone_and_sees_its_part(pool: Pool, mode: str) -> No
         whole = expected[name]
         assert row.step == whole.step
         # the worst of some blocks is no worse than the worst of all
-        for part, limit in ((row.condition, whole.condition), (-row.effective_rank, -whole.effective_rank)):
-            assert math.isnan(part) == math.isnan(limit)
-            assert not part > limit + 1e-6 * abs(limit)
+        assert (row.condition is None) == (row.effective_rank is None) == (whole.condition is None)
+        if row.condition is not None:
+            assert row.condition <= whole.condition * (1 + 1e-6)
+            assert row.effective_rank >= whole.effective_rank * (1 - 1e-6)
         if mode == "ddp":
             assert row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
         else:
-            assert math.isnan(row.update_ratio) or row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
+            assert row.update_ratio is None or row.update_ratio == pytest.approx(whole.update_ratio, rel=1e-9)
     if mode == "divided":
-        assert any(not math.isnan(row.update_ratio) for row in found.values())
+        assert any(row.update_ratio is not None for row in found.values())
 
 
 def metrics_on_rank_zero(mode: str) -> dict[str, float]:

@@ -123,7 +123,7 @@ class KLShampoo(KroneckerOptimizer):
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
         block_size: Longest side of a block.
-        memory_budget: Bytes for a group's factors and roots.
+        memory_budget: As for :class:`Shampoo`.
         momentum: Heavy-ball momentum, after scaling.
         nesterov: Nesterov's form of it.
         decay: Kind of weight decay.

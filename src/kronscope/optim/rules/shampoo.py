@@ -92,9 +92,10 @@ class Shampoo(KroneckerOptimizer):
     the curvature matrix, so :math:`e = -1/2` with ``scale="trace"`` is its inverse square root, on Adam's scale.
 
     Args:
-        params: Parameters, named parameters (``model.named_parameters()``, which lets embeddings and heads be
-            recognised), or groups (:func:`kronscope.param_groups`).
-        lr: Learning rate :math:`\eta`, a number or a 0-D tensor. AdamW's works.
+        params: The model, its named parameters (``model.named_parameters()``), or groups
+            (:func:`kronscope.param_groups`), which let embeddings, heads and experts be recognised; or parameters
+            without names. Frozen ones are planned when they are trained.
+        lr: Learning rate :math:`\eta`, a number or a 0-D tensor. Start with AdamW's, then try a three times larger one.
         betas: Decay of the gradient mean, and of the factors; 1 for the second means sums, as in Adagrad.
         eps: Absolute. With sums, factors start at ``eps`` times the identity and nothing else regularises; with means
             it is Adam's eps (for grafts, and for parameters that get AdamW).
@@ -107,7 +108,8 @@ class Shampoo(KroneckerOptimizer):
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
         start: First preconditioned step; before it, the graft's (or a plain) step is made. ``math.inf`` is never.
         block_size: Longest side of a block; None leaves matrices whole where the memory budget allows.
-        memory_budget: Bytes for a group's factors and roots; None allows 16 times the parameter, or 64 MiB.
+        memory_budget: Bytes for the factors and roots of all groups that do not have their own; None allows 16 times
+            the parameters, or 64 MiB.
         power_rounds: Power-iteration rounds per update; more than one moves the factors towards the optimal
             Kronecker product.
         momentum: Heavy-ball momentum, after scaling.
@@ -117,7 +119,8 @@ class Shampoo(KroneckerOptimizer):
         maximize: Ascend.
         method: ``"auto"`` gives 0-D and 1-D parameters, embeddings and heads AdamW; ``"kronecker"`` and ``"adam"``
             decide for all.
-        view: ``"matrix"`` flattens from dimension 1, ``"modes"`` gives every dimension a factor.
+        view: ``"matrix"`` flattens from dimension 1, ``"modes"`` gives every dimension a factor, ``"experts"`` takes
+            the first dimension as a stack of matrices; by name, experts are recognised.
         merge: With ``"modes"``: neighbouring dimensions are merged while their product stays within this.
         split: Number (or sizes) of row parts that are matrices of their own, as 3 for a fused qkv.
         solver: ``"auto"``, or a root solver.

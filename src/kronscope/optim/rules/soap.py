@@ -118,7 +118,7 @@ class SOAP(KroneckerOptimizer):
         refresh: As for :class:`Shampoo`, for the bases.
         scale: None for Adam's own scale, ``"norm"`` or :class:`Norm` for a fixed root mean square.
         block_size: Longest side of a block.
-        memory_budget: Bytes for a group's factors and bases.
+        memory_budget: As for :class:`Shampoo`.
         decay: Kind of weight decay.
         maximize: Ascend.
         method: As for :class:`Shampoo`.
