@@ -1,25 +1,23 @@
-"""What the three optimizers share: groups, state, and the order of work within a step."""
+"""What the three optimizers share: state, what can be asked of it, and the order of work within a step."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, KronscopeError, NonFiniteError, OptionError, StateError
+from kronscope.errors import DistributedError, NonFiniteError, StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.rescues import rescues
-from kronscope.optim.advice import check_group_names, default_arguments
+from kronscope.optim.advice import default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
-from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.diagnostics import Diagnostics, diagnose
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
@@ -35,204 +33,33 @@ from kronscope.optim.loading import (
     placed,
     warn_of_replaced,
 )
-from kronscope.optim.metrics import Direction, Progress, Put, UpdateLog
+from kronscope.optim.metrics import Direction, Progress, Put, UpdateLog, flat
 from kronscope.optim.options import (
-    OBJECTS,
-    check_layout_options,
-    check_rates,
     checked_group,
-    hyper_of,
     layout_options,
     structure_of,
 )
-from kronscope.optim.parallel import Exchange, Placement, Planned, Ranges, SingleProcess, choose_placement
-from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
-from kronscope.optim.rules import Rule
+from kronscope.optim.parallel import Exchange, SingleProcess
+from kronscope.optim.planned import PlannedOptimizer
 from kronscope.optim.schedule import assign_phases
-from kronscope.optim.stacks import Member, Stack, add_missing, build_stacks, factor_dtype, initial_state
+from kronscope.optim.stacks import Member, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.step import Portion, portions, take_step
-from kronscope.optim.swaps import kept_states, replaced
 from kronscope.support.callers import callers_level
 
 __all__ = ["KroneckerOptimizer"]
 
 
-class KroneckerOptimizer(Optimizer):
+class KroneckerOptimizer(PlannedOptimizer):
     """Base of :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo`; not to be made directly.
 
     A step is: check the gradients, take them into factors and moments, refresh the roots that are due, form the
     updates, apply them. Blocks of equal shape and options are treated together.
     """
 
-    rule: ClassVar[Rule]
-    _layouts: dict[Tensor, Layout]
-    _frozen: list[Tensor]
-    _stacks: list[Stack]
-    _stacks_for: object
-    _planned_with: list[tuple[object, ...]]
-    _powers: dict[int, tuple[float, ...]]
-    _hypers: dict[int, tuple[list[object], Hyper]]
-    _placement: Placement
-    _places: list[Tensor]
-    _placed: bool
-    _compared: bool
     _progress: Progress | None = None
     _updates: UpdateLog | None = None
     metrics_every: int = 10
     """Look at updates and gradients at step 1 and every so many steps, for :meth:`metrics`; 0 for never."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._forget_plan()
-        self._placement, self._placed = SingleProcess(), False
-        defaults = dict(defaults)
-        self._parallel, self._process_group = defaults.pop("parallel"), defaults.pop("process_group")
-        super().__init__(as_groups(params), {**defaults, **self.rule.fixed})
-        add_roles(self.param_groups, defaults["method"], type(self).__name__, whole=True)
-        self._plan()
-        self._place(self.param_groups)
-
-    # --- groups ---------------------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, also in the middle of a run; they start at their own step 1.
-
-        Raises:
-            OptionError: an option of the group is not allowed, or misspelt; nothing is added.
-        """
-        check_group_names(param_group, self.defaults, type(self).__name__)
-        checked = checked_group({**self.defaults, **param_group}, self.rule)
-        name_alike(param_group, self.param_groups)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.update({name: checked[name] for name in OBJECTS})
-        group.setdefault("skipped_steps", 0)
-        group["family"] = self.rule.name
-        if self._placed:
-            # the constructor's own groups are planned together, when all are there
-            try:
-                add_roles([group], self.defaults["method"], type(self).__name__, whole=False)
-                self._plan()
-                self._place([group])
-            except (OptionError, DistributedError):
-                self.param_groups.pop()
-                raise
-        self._planned_with.append(layout_options(group))
-        self._stacks_for = None
-
-    def _plan(self, thawed: Container[Tensor] = ()) -> None:
-        """Decide the layouts of all parameters that have none, and of those that are no longer frozen.
-
-        Args:
-            thawed: Parameters that count as trained, whatever they say of themselves.
-        """
-        known = {param: layout for param, layout in self._layouts.items() if not layout.frozen}
-        found = plan_layouts(
-            self.param_groups,
-            known,
-            self.defaults["memory_budget"],
-            self.rule,
-            lambda param: param in thawed or is_trained(param),
-        )
-        self._layouts.update(found)
-        self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
-        self._places = [param for group in self.param_groups for param in group["params"]]
-
-    def _thaw(self) -> None:
-        """Plan the parameters that were frozen and are not any more."""
-        thawed = [param for param in self._frozen if is_trained(param)]
-        if thawed:
-            self._plan()
-            self._place(self.param_groups, only=set(thawed))
-
-    def _place(
-        self,
-        groups: list[dict[str, Any]],
-        ranges: Ranges | None = None,
-        only: set[Tensor] | None = None,
-        *,
-        ask: bool = True,
-    ) -> None:
-        """Decide who works on the parameters of some groups, or on some of them; on frozen ones nobody does.
-
-        Args:
-            groups: The groups.
-            ranges: How the work was divided before; None to decide now.
-            only: Leave out all other parameters.
-            ask: Compare all groups with the other processes', which must be here too.
-        """
-        names = self._names()
-        entries = [
-            Planned(names[param], param, self._layouts[param], hyper)
-            for group in groups
-            for hyper in (self._hyper(group),)
-            for param in group["params"]
-            if not self._layouts[param].frozen and (only is None or param in only)
-        ]
-        if not self._placed:
-            named = [(name, param) for param, name in names.items()]
-            self._placement = choose_placement(named, self._parallel, self._process_group)
-            self._placed = True
-        if ask:
-            self._compare()
-        self._placement.add(entries, ranges)
-
-    def _compare(self) -> None:
-        names = {param: name for param, name in self._names().items() if not self._layouts[param].frozen}
-        self._placement.compare(self.param_groups, names)
-        self._compared = True
-
-    def _check_plan(self, *, ask: bool = False) -> None:
-        """Refuse changed layout options; plan anew where the groups hold other tensors than were planned.
-
-        Accelerate, for one, puts the sharded parameters of FSDP2 into the groups of a finished optimizer.
-
-        Args:
-            ask: All processes are here, and may be asked.
-        """
-        check_layout_options(self.param_groups, self._planned_with)
-        params = [param for group in self.param_groups for param in group["params"]]
-        if any(param not in self._layouts for param in params):
-            self._plan_anew(params, ask=ask)
-        if ask and not self._compared:
-            self._compare()
-
-    def _plan_anew(self, params: list[Tensor], *, ask: bool) -> None:
-        before, planned_with = dict(self.__dict__), self._planned_with
-        places = replaced(self._places, params)
-        states = kept_states(places, self.state, self._placement, ask=ask)
-        try:
-            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == old.shape}
-            self._forget_plan()
-            self._layouts, self._planned_with = dict(layouts), planned_with
-            self._plan()
-            self._placement, self._placed = SingleProcess(), False
-            # one process alone may notice first, so the others are asked in the next step
-            self._place(self.param_groups, ask=False)
-        except KronscopeError:
-            self.__dict__.update(before)
-            raise
-        self._compared, self.state = False, defaultdict(dict)
-        for param, tensors in states.items():
-            if param in layouts:
-                part = {name: self._placement.unpacked(param, name, tensor) for name, tensor in tensors.items()}
-                self.state[param] = placed(part, param, copy=True)
-            else:
-                shape = tuple(places[param].shape)
-                text = f"{self._name(param)} stands in the place of one of shape {shape}; it starts anew."
-                warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return hyper_of(group, self.rule)
-
-    def _known_hyper(self, group: dict[str, Any]) -> Hyper:
-        """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
-        check_rates(group)
-        read = (group[name] for name in self.defaults if name not in ("lr", "weight_decay"))
-        options = [tuple(value) if isinstance(value, list) else value for value in read]
-        known = self._hypers.get(id(group))
-        if known is None or known[0] != options:
-            self._hypers[id(group)] = known = options, self._hyper(group)
-        return known[1]
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -331,14 +158,6 @@ class KroneckerOptimizer(Optimizer):
             self._build(first, hypers)
             self._stacks_for = wanted
 
-    def _planned_states(self, hypers: list[Hyper], but: set[Tensor]) -> list[tuple[dict[str, Tensor], Layout, Hyper]]:
-        return [
-            (self.state[param], self._layouts[param], hyper)
-            for group, hyper in zip(self.param_groups, hypers, strict=True)
-            for param in group["params"]
-            if param not in but and self._layouts[param].tiles and "step" in self.state.get(param, {})
-        ]
-
     def _build(self, first: list[int], hypers: list[Hyper]) -> None:
         entries = []
         for index, group in enumerate(self.param_groups):
@@ -352,10 +171,6 @@ class KroneckerOptimizer(Optimizer):
                 add_missing(self.state[param], param, self._share(param), hypers[index])
                 entries.append((param, self._share(param), first[index], hypers[index]))
         self._stacks = build_stacks(entries, self.state)
-
-    def _share(self, param: Tensor) -> Layout:
-        """Return the part of a parameter's layout that this process works on."""
-        return self._placement.share(param, self._layouts[param])
 
     def _step_elementwise(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
         for index, group in enumerate(self.param_groups):
@@ -481,15 +296,7 @@ class KroneckerOptimizer(Optimizer):
         >>> optimizer.metrics()["roots"], optimizer.worst_layer
         (2.0, 'weight')
         """
-        found = {"skipped_steps": float(self.skipped_steps)}
-        if self._progress is not None:
-            found |= {name: float(value) for name, value in self._progress._asdict().items()}
-        direction = self._direction()
-        if direction is not None:
-            found["measured_step"] = float(direction.step)
-            found["update_rms"], found["cosine"] = direction.rms, direction.cosine
-            found["worst_cosine"] = direction.worst_cosine
-        return found
+        return flat(self.skipped_steps, self._progress, self._direction())
 
     @property
     def worst_layer(self) -> str:
@@ -499,18 +306,6 @@ class KroneckerOptimizer(Optimizer):
 
     def _direction(self) -> Direction | None:
         return None if self._updates is None else self._updates.direction(self._name)
-
-    def _names(self) -> dict[Tensor, str]:
-        """Return the name of each parameter, or its place."""
-        found = {}
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names")
-            for place, param in enumerate(group["params"]):
-                found[param] = str(names[place]) if names else f"group {index} parameter {place} {tuple(param.shape)}"
-        return found
-
-    def _name(self, param: Tensor) -> str:
-        return self._names().get(param, "a parameter")
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -568,16 +363,6 @@ class KroneckerOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _thaw_loaded(self, saved: dict[str, Any]) -> None:
-        """Plan the parameters that are frozen here but were not in the run that was saved."""
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        thawed = {p for p, key in zip(params, keys, strict=False) if self._layouts[p].frozen and key in saved["state"]}
-        if thawed:
-            self._plan(thawed)
-            # a state may be loaded by one process at a time
-            self._place(self.param_groups, only=thawed, ask=False)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: tensors of their own, not views of stacks."""
         self._check_plan()
@@ -613,12 +398,3 @@ class KroneckerOptimizer(Optimizer):
             self._placement, self._placed, self._compared = SingleProcess(), False, True
             # a copy is the same as the original, and may be made by one process alone
             self._place(self.param_groups, state["ranges"], ask=False)
-
-    def _forget_plan(self) -> None:
-        self._layouts = {}
-        self._frozen = []
-        self._planned_with = []
-        self._stacks = []
-        self._stacks_for = None
-        self._powers = {}
-        self._hypers = {}

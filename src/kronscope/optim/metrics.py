@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronscope.optim.stacks import Member
 
-__all__ = ["Direction", "Progress", "Put", "UpdateLog"]
+__all__ = ["Direction", "Progress", "Put", "UpdateLog", "flat"]
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
@@ -103,6 +103,22 @@ class UpdateLog:
             cosines[worst],
             name(worst),
         )
+
+
+def flat(skipped_steps: int, progress: Progress | None, direction: Direction | None) -> dict[str, float]:
+    """Return what is known as one dictionary of floats.
+
+    >>> flat(2, None, None)
+    {'skipped_steps': 2.0}
+    """
+    found = {"skipped_steps": float(skipped_steps)}
+    if progress is not None:
+        found |= {name: float(value) for name, value in progress._asdict().items()}
+    if direction is not None:
+        found["measured_step"] = float(direction.step)
+        found["update_rms"], found["cosine"] = direction.rms, direction.cosine
+        found["worst_cosine"] = direction.worst_cosine
+    return found
 
 
 def _cosine(inner: float, first: float, second: float) -> float:
