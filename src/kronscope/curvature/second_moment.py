@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kronscope.curvature.chunk_pairs import over_pairs
 from kronscope.curvature.chunks import FORMED, bounded, chunks_from, formed, own_gram, rotated_squares
+from kronscope.curvature.columns import column_forms, column_pair_sums
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
 from kronscope.curvature.pairs import assembled_kernels, pair_squares
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
@@ -136,6 +137,50 @@ class SecondMoment:
 
         self.plan()
         return self.stream.by_sample(local)
+
+    # ------------------------------------------------------------------ column by column
+
+    def column_forms(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+        r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (N, c) for symmetric A and B, by default identities."""
+
+        def local() -> Iterator[tuple[Tensor, Tensor]]:
+            for atoms in self._chunks():
+                for part in bounded(atoms):
+                    yield part.samples, column_forms(part, left, right)
+
+        self.plan()
+        return self.stream.by_column(local)
+
+    def column_sums(self) -> Tensor:
+        r"""Return :math:`g_{ic}^\top H g_{ic} = \sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (N, c)."""
+
+        def local() -> Iterator[tuple[Tensor, Tensor]]:
+            out = torch.zeros(self.stream.num_samples, self.stream.columns, dtype=torch.float64)
+
+            def add(first: Atoms, second: Atoms, on_diagonal: bool) -> None:
+                rows, cols = column_pair_sums(first, second)
+                out[first.samples.cpu(), : first.columns] += rows.cpu()
+                if not on_diagonal:
+                    out[second.samples.cpu(), : second.columns] += cols.cpu()
+
+            factored = self.plan().gram == "factored"
+            over_pairs(lambda: chunks_from(self.stream, factored=factored), add, self.stream.processes)
+            yield torch.arange(len(out)), out
+
+        self.plan()
+        return self._once("column_sums", lambda: self.stream.by_column(local))
+
+    def own_grams(self) -> Tensor:
+        """Return the inner products (N, c, c) between the columns of each sample."""
+        count = self.stream.columns
+
+        def local() -> Iterator[tuple[Tensor, Tensor]]:
+            for atoms in self._chunks():
+                for part in bounded(atoms):
+                    yield part.samples, own_gram(part).flatten(1)
+
+        self.plan()
+        return self.stream.by_column(local, count * count).view(-1, count, count)
 
     # ------------------------------------------------------------------ contractions
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ BACKENDS = ("auto", "hooks", "func")
 FORMS = ("auto", "factored", "dense")
 _BLOWN_UP_RATIO = 8
 _BLOWN_UP_BYTES = 4 << 20
+# Entries of the outputs that are looked at together.
+_OUTPUT_ENTRIES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class _Request:
     draws: int
     seed: int
     form: str
+    fixed: int = 0
+
+    def columns(self, exact: int) -> int:
+        """Columns of each sample, where exact labels need ``exact`` of them."""
+        counts = {"exact": exact, "sampled": self.draws, "mixed": self.fixed + self.draws, "real": 1}
+        return counts[self.labels]
 
 
 class Recorder:
@@ -151,9 +160,34 @@ class Recorder:
             )
         return len(self.processes.share_of(max_samples))
 
-    def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto") -> list[LayerPlan]:
+    def remainders(self, most: int) -> Tensor:
+        r"""Say how much of the output Hessians is left when the largest exact columns are taken out.
+
+        Returns:
+            For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns.
+        """
+        left = torch.zeros(most + 1, dtype=torch.float64)
+
+        def own() -> tuple[Tensor]:
+            for batch in self._batches:
+                step = max(1, _OUTPUT_ENTRIES // max(1, math.prod(self._routes.outputs[1:])))
+                for start in range(0, batch.size, step):
+                    chunk = batch.take(slice(start, min(start + step, batch.size))).to(self._device)
+                    with untouched(self._model, self._parameters.values()), torch.no_grad():
+                        outputs = self._forward.outputs(chunk)
+                        self._check_outputs(outputs, chunk)
+                    sizes = self._loss.column_sizes(outputs, chunk.targets)
+                    taken = sizes.topk(min(most, sizes.shape[1]), dim=1).values.cumsum(1)
+                    rest = (sizes.sum(1, keepdim=True) - taken).clamp_min(0.0).square().sum(0).cpu()
+                    left[0] += float(sizes.sum(1).square().sum())
+                    left[1 : 1 + len(rest)] += rest
+            return (left,)
+
+        return self.processes.all_reduce(own, [left.shape])[0]
+
+    def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto", fixed: int = 0) -> list[LayerPlan]:
         """Say for every layer how it is captured and how large its atoms are, without capturing."""
-        request = self._request(labels, draws, None, form, None)
+        request = self._request(labels, draws, None, form, None, fixed)
         return [self._plan(spec, request) for spec in self.specs]
 
     def streams(
@@ -164,18 +198,20 @@ class Recorder:
         cache: bool = True,
         form: str = "auto",
         seed: int | None = None,
+        fixed: int = 0,
     ) -> dict[str, GradientStream]:
         """Capture gradients, one stream per layer.
 
         Args:
-            labels: ``"exact"``, ``"sampled"`` or ``"real"``.
-            draws: Draws per sample for ``"sampled"``.
+            labels: ``"exact"``, ``"sampled"``, ``"mixed"`` or ``"real"``.
+            draws: Draws per sample for ``"sampled"`` and ``"mixed"``.
             names: The layers; ``None`` for all.
             cache: True makes one pass over the data now and keeps the gradients of all layers in memory; False makes
                 one pass for each layer whenever its stream is iterated.
             form: ``"factored"`` (where the layer has that form), ``"dense"``, or ``"auto"``: factored unless that takes
                 much more memory.
             seed: To draw labels with another seed than the recorder's.
+            fixed: Exact columns before the draws for ``"mixed"``.
 
         Returns:
             A stream for every layer, with weights 1/N.
@@ -185,8 +221,8 @@ class Recorder:
             NonFiniteError: NaN or infinity in outputs, activations or gradients.
             DataError: The data changed since the first sweep.
         """
-        request = self._request(labels, draws, names, form, seed)
-        columns = self.exact_columns if labels == "exact" else draws if labels == "sampled" else 1
+        request = self._request(labels, draws, names, form, seed, fixed)
+        columns, mixed = request.columns(self.exact_columns), draws if labels == "mixed" else 0
         kept: dict[str, list[Atoms]] = {spec.name: [] for spec in request.specs}
         if cache:
             with self.processes.failing_together():
@@ -199,7 +235,9 @@ class Recorder:
         for spec in request.specs:
             if cache:
                 chunks = kept.pop(spec.name)
-                streams[spec.name] = GradientStream.of_chunks(*chunks, draws=drawn, processes=processes, whole=whole)
+                streams[spec.name] = GradientStream.of_chunks(
+                    *chunks, draws=drawn, random_columns=mixed, processes=processes, whole=whole
+                )
                 continue
             streams[spec.name] = GradientStream(
                 self._source(spec, request),
@@ -207,12 +245,15 @@ class Recorder:
                 self.num_samples,
                 columns,
                 draws=drawn,
+                random_columns=mixed,
                 processes=processes,
                 own_samples=self.own_samples,
             )
         return streams
 
-    def _request(self, labels: str, draws: int, names: Sequence[str] | None, form: str, seed: int | None) -> _Request:
+    def _request(
+        self, labels: str, draws: int, names: Sequence[str] | None, form: str, seed: int | None, fixed: int
+    ) -> _Request:
         if labels not in LABEL_MODES:
             raise OptionError(f"labels must be one of {LABEL_MODES}, got {labels!r}.")
         if form not in FORMS:
@@ -224,10 +265,10 @@ class Recorder:
         if unknown:
             raise LayerError(f"Layer {unknown[0]!r} is not among the recorded ones: {', '.join(known)}.")
         specs = self.specs if names is None else tuple(known[name] for name in dict.fromkeys(names))
-        return _Request(specs, labels, draws, self._seed if seed is None else seed, form)
+        return _Request(specs, labels, draws, self._seed if seed is None else seed, form, fixed)
 
     def _source(self, spec: LayerSpec, request: _Request) -> Callable[[], Iterator[Atoms]]:
-        alone = _Request((spec,), request.labels, request.draws, request.seed, request.form)
+        alone = replace(request, specs=(spec,))
         return lambda: (atoms[spec.name] for atoms in self._sweep(alone))
 
     def _note(self, batch: Batch) -> None:
@@ -280,7 +321,7 @@ class Recorder:
             factors = None if route.sizes is None else route.sizes.entries(spec.shape, count) * size
             return factors, count * m * n * size
 
-        most = {"sampled": request.draws, "real": 1}.get(request.labels, self.exact_columns)
+        most = request.columns(self.exact_columns)
         factored, dense = both(most)
         # Whole gradients serve everything but K-FAC; they win where many positions or groups blow the factors up.
         blown_up = factored is not None and factored > _BLOWN_UP_RATIO * dense and factored > _BLOWN_UP_BYTES
@@ -328,9 +369,7 @@ class Recorder:
         return max(1, int(self._chunk_bytes / max(needed, 1)))
 
     def _plans_for(self, batch: Batch, request: _Request) -> list[LayerPlan]:
-        columns = {"sampled": request.draws, "real": 1}.get(request.labels, 0)
-        if not columns:
-            columns = self._loss.exact_columns(self._routes.outputs, self._loss.terms(batch.targets))
+        columns = request.columns(self._loss.exact_columns(self._routes.outputs, self._loss.terms(batch.targets)))
         return [self._plan(spec, request, columns) for spec in request.specs]
 
     def _capture(self, chunk: Batch, request: _Request, plans: dict[str, LayerPlan], checked: bool) -> dict[str, Atoms]:
@@ -357,18 +396,23 @@ class Recorder:
                 captured.spot_check(fast, atoms, columns)
         return atoms
 
-    def _columns(self, outputs: Tensor, chunk: Batch, request: _Request) -> Columns:
+    def _check_outputs(self, outputs: Tensor, chunk: Batch) -> None:
         if not bool(torch.isfinite(outputs).all()):
             raise NonFiniteError(
                 f"The model's outputs for samples {chunk.describe()} contain NaN or infinity; "
                 "check these samples and the parameters."
             )
         self._loss.check(outputs, chunk.targets)
+
+    def _columns(self, outputs: Tensor, chunk: Batch, request: _Request) -> Columns:
+        self._check_outputs(outputs, chunk)
         if request.labels == "exact":
             return self._loss.exact(outputs, chunk.targets)
         if request.labels == "real":
             return self._loss.real(outputs, chunk.targets)
-        draws = Draws(request.seed, chunk.samples, request.draws)
+        draws = Draws(request.seed, chunk.samples, request.draws, request.fixed)
+        if request.labels == "mixed":
+            return self._loss.mixed(outputs, chunk.targets, draws)
         return self._loss.sampled(outputs, chunk.targets, draws)
 
 

@@ -8,6 +8,7 @@ mode      columns                                                meaning
 ========  =====================================================  ==================================================
 exact     :math:`\sum_c v_{ic}v_{ic}^\top = \nabla_f^2\ell_i`    Gauss–Newton
 sampled   one per draw, :math:`E[vv^\top] = \nabla_f^2\ell_i`    Gauss–Newton in expectation (Fisher by sampling)
+mixed     the largest exact ones, and ± sums of the others       Gauss–Newton in expectation, with little variance
 real      :math:`v_i = \nabla_f\ell_i`                           empirical Fisher
 ========  =====================================================  ==================================================
 
@@ -31,7 +32,7 @@ from kronscope.errors import LabelError, OptionError
 
 __all__ = ["LABEL_MODES", "Columns", "Draws", "OutputLoss", "read_loss"]
 
-LABEL_MODES = ("exact", "sampled", "real")
+LABEL_MODES = ("exact", "sampled", "mixed", "real")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class Draws:
 
     Philox is counter-based: the sample's number is the upper part of the counter, so samples never overlap.
 
+    Attributes:
+        seed: The seed.
+        samples: Numbers of the samples.
+        count: Draws per sample.
+        fixed: For ``mixed`` columns: how many exact ones come before the draws.
+
     >>> both = Draws(0, torch.tensor([4, 7])).uniform((3,))
     >>> torch.equal(both[1:], Draws(0, torch.tensor([7])).uniform((3,)))
     True
@@ -64,6 +71,15 @@ class Draws:
     seed: int
     samples: Tensor
     count: int = 1
+    fixed: int = 0
+
+    def signs(self, number: int, size: int) -> Tensor:
+        """Signs ±1 of one draw, shape ``(samples, size)``, float64."""
+        rows = []
+        for sample in self.samples.tolist():
+            generator = np.random.Generator(np.random.Philox(key=self.seed % 2**64, counter=[0, 0, number, sample]))
+            rows.append(np.unpackbits(np.frombuffer(generator.bytes(-(-size // 8)), np.uint8), count=size))
+        return torch.from_numpy(np.stack(rows)).double().mul_(2).sub_(1)
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """Uniform numbers in [0, 1), shape ``(samples, *shape)``, float64."""
@@ -99,6 +115,12 @@ class OutputLoss(Protocol):
 
     def sampled(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
         """Gradients for labels drawn from the model's own distribution, scaled to the Hessian in expectation."""
+
+    def mixed(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
+        """The largest exact columns, then random ± sums of all others, scaled to the Hessian in expectation."""
+
+    def column_sizes(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Squared lengths (samples, columns) of the exact columns, in any order."""
 
     def real(self, outputs: Tensor, targets: Tensor) -> Columns:
         """The gradient of each sample's loss."""
@@ -228,6 +250,54 @@ class CrossEntropy:
         weight = (scale / draws.count).sqrt()
         return Columns(draws.count, lambda index: _minus_one_hot(p, labels[..., index], counted, weight, outputs))
 
+    def mixed(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
+        r"""The largest of the exact columns, then ± sums of all others over all tokens.
+
+        A sum :math:`\sum_c x_c s_c` of a token's columns has the entries :math:`q_j x_j - p_j t/(1+q_a)` and
+        :math:`-q_a t` at the pivot :math:`a`, with :math:`t = \sum_c x_c q_c`.
+        """
+        log_p, counted, scale = self._tokens(outputs, targets)
+        root, pivot = (log_p / 2).exp(), log_p.argmax(1, keepdim=True)
+        top = root.gather(1, pivot)
+        root_scale = (scale.sqrt()[:, None] * counted).unsqueeze(1)
+        sizes = self._sizes(root, pivot, root_scale)
+        largest = _largest(sizes.flatten(1), draws.fixed)
+
+        def combined(x: Tensor) -> Tensor:
+            total = (x * root).sum(1, keepdim=True)
+            values = root * x - root.square() * (total / (1 + top))
+            values.scatter_(1, pivot, -top * total)
+            return (values * root_scale).reshape(outputs.shape)
+
+        def column(index: int) -> Tensor:
+            if index < draws.fixed:
+                x = torch.zeros_like(root).flatten(1).scatter_(1, largest[:, index : index + 1], 1.0)
+                return combined(x.view_as(root))
+            x = (
+                draws.signs(index - draws.fixed, root[0].numel())
+                .to(root.device)
+                .scatter_(1, largest, 0.0)
+                .view_as(root)
+            )
+            return combined(x.scatter_(1, pivot, 0.0) * draws.count**-0.5)
+
+        return Columns(draws.fixed + draws.count, column)
+
+    def column_sizes(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Squared lengths of all tokens' columns; the pivots' are zero."""
+        log_p, counted, scale = self._tokens(outputs, targets)
+        root_scale = (scale.sqrt()[:, None] * counted).unsqueeze(1)
+        return self._sizes((log_p / 2).exp(), log_p.argmax(1, keepdim=True), root_scale).flatten(1)
+
+    @staticmethod
+    def _sizes(root: Tensor, pivot: Tensor, root_scale: Tensor) -> Tensor:
+        p, top = root.square(), root.gather(1, pivot)
+        shrink = p / (1 + top).square()  # the square of q_c / (1 + q_a)
+        rest = p.square().sum(1, keepdim=True) - p.square() - top**4
+        own = (root - p * root / (1 + top)).square()
+        sizes = shrink * rest.clamp_min(0.0) + own + p * top.square()
+        return sizes.scatter_(1, pivot, 0.0) * root_scale.square()
+
     def real(self, outputs: Tensor, targets: Tensor) -> Columns:
         """One column, p minus the label."""
         log_p, counted, scale = self._tokens(outputs, targets)
@@ -282,6 +352,15 @@ class SquaredError:
         noise *= math.sqrt(self._factor(outputs) / draws.count)
         return Columns(draws.count, lambda index: noise[:, index])
 
+    def mixed(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
+        """Unit vectors, then ± sums of the others."""
+        return _mixed_units(self.column_sizes(outputs, targets).sqrt(), outputs, draws)
+
+    def column_sizes(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """All the same."""
+        flat = outputs.detach().flatten(1)
+        return torch.full(flat.shape, self._factor(outputs), dtype=torch.float64, device=outputs.device)
+
     def real(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Twice the difference."""
         return Columns(1, lambda _: self._factor(outputs) * (outputs.detach().double() - targets.double()))
@@ -324,6 +403,15 @@ class BinaryCrossEntropy:
         labels = (uniform < logits.sigmoid().unsqueeze(1)).double()
         return Columns(draws.count, lambda index: weight * _sigmoid_minus(logits, labels[:, index]))
 
+    def mixed(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
+        """The largest deviations, then ± sums of the others."""
+        return _mixed_units(self.column_sizes(outputs, targets).sqrt(), outputs, draws)
+
+    def column_sizes(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Variances of the labels."""
+        logits = outputs.detach().double()
+        return (F.logsigmoid(logits) + F.logsigmoid(-logits)).exp().flatten(1) * self._factor(outputs)
+
     def real(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Sigmoid minus the label."""
         logits = outputs.detach().double()
@@ -336,6 +424,27 @@ class BinaryCrossEntropy:
 def _sigmoid_minus(logits: Tensor, labels: Tensor) -> Tensor:
     """σ(z) − y without cancellation: (1−y) σ(z) − y σ(−z)."""
     return (1 - labels) * logits.sigmoid() - labels * (-logits).sigmoid()
+
+
+def _mixed_units(sizes: Tensor, outputs: Tensor, draws: Draws) -> Columns:
+    """The largest entries as columns of their own, then random signs on the others."""
+    largest = _largest(sizes, draws.fixed)
+
+    def column(index: int) -> Tensor:
+        if index < draws.fixed:
+            at = largest[:, index : index + 1]
+            values = torch.zeros_like(sizes).scatter_(1, at, sizes.gather(1, at))
+        else:
+            signs = draws.signs(index - draws.fixed, sizes.shape[1]).to(sizes.device) * draws.count**-0.5
+            values = (sizes * signs).scatter_(1, largest, 0.0)
+        return values.reshape(outputs.shape)
+
+    return Columns(draws.fixed + draws.count, column)
+
+
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """Where the largest entries of each sample are; fewer than asked for where there are fewer."""
+    return sizes.topk(min(count, sizes.shape[1]), dim=1).indices
 
 
 def _unit_columns(values: Tensor) -> Columns:

@@ -59,6 +59,7 @@ class GradientStream:
         columns: int,
         *,
         draws: bool = False,
+        random_columns: int = 0,
         in_memory: bool = False,
         processes: Processes = ALONE,
         own_samples: int | None = None,
@@ -71,6 +72,8 @@ class GradientStream:
             num_samples: Samples in a pass, over all processes.
             columns: Columns of each sample.
             draws: Whether the columns are independent label draws, so that the stream is itself an estimate.
+            random_columns: How many of each sample's columns, its last ones, are independent random combinations of
+                exact columns, each scaled by their number to the power -½; the columns before them are exact.
             in_memory: Whether a pass costs nothing but reading memory.
             processes: The processes the samples are spread over.
             own_samples: Samples in a pass of this process; default all.
@@ -82,6 +85,7 @@ class GradientStream:
         self.num_samples = int(num_samples)
         self.columns = int(columns)
         self.draws = draws
+        self.random_columns = random_columns
         self.in_memory = in_memory
         # how many bytes of gradients formed from factors may be kept between passes
         self.keep_bytes = _KEEP_BYTES
@@ -145,7 +149,12 @@ class GradientStream:
 
     @classmethod
     def of_chunks(
-        cls, *chunks: Atoms, draws: bool = False, processes: Processes = ALONE, whole: tuple[int, int] | None = None
+        cls,
+        *chunks: Atoms,
+        draws: bool = False,
+        random_columns: int = 0,
+        processes: Processes = ALONE,
+        whole: tuple[int, int] | None = None,
     ) -> GradientStream:
         """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined.
 
@@ -165,6 +174,7 @@ class GradientStream:
             count,
             columns,
             draws=draws,
+            random_columns=random_columns,
             in_memory=True,
             processes=processes,
             own_samples=own,
@@ -185,14 +195,19 @@ class GradientStream:
 
     def by_sample(self, local: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Tensor:
         """One number (N,) for each sample, on the CPU, from pairs of numbers of samples and values."""
+        return self.by_column(lambda: ((samples, values.unsqueeze(1)) for samples, values in local()), 1).squeeze(1)
+
+    def by_column(self, local: Callable[[], Iterable[tuple[Tensor, Tensor]]], width: int | None = None) -> Tensor:
+        """Some numbers (N, width) for each sample, by default one for each column, on the CPU, as :meth:`by_sample`."""
+        shape = (self.num_samples, self.columns if width is None else width)
 
         def scattered() -> Tensor:
-            out = torch.zeros(self.num_samples, dtype=torch.float64)
+            out = torch.zeros(shape, dtype=torch.float64)
             for samples, values in local():
-                out[samples.cpu()] = values.double().cpu()
+                out[samples.cpu(), : values.shape[1]] = values.double().cpu()
             return out
 
-        return self.summed(scattered, [self.num_samples])
+        return self.summed(scattered, shape)
 
     def weights(self) -> Tensor:
         """Weights (N,) of all samples in the order of their numbers, on the CPU."""
@@ -257,6 +272,36 @@ class GradientStream:
         made.known = known
         return made
 
+    def with_random_columns(self, kept: Sequence[int]) -> GradientStream:
+        """Return the stream with some of its random columns only, scaled up to stand for all of them.
+
+        Args:
+            kept: Numbers of the random columns to keep, counted from 0.
+        """
+        if not kept:
+            raise DataError("a stream with random columns needs at least one of them.")
+        source, fixed = self._source, self.columns - self.random_columns
+        columns = [*range(fixed), *(fixed + number for number in kept)]
+        scale = torch.ones(len(columns), dtype=torch.float64)
+        scale[fixed:] = (self.random_columns / len(kept)) ** 0.5
+
+        def taken(tensor: Tensor) -> Tensor:
+            if tensor.shape[1] == 1:  # shared by all columns
+                return tensor
+            return tensor[:, columns] * scale.to(tensor).view(1, -1, 1, 1)
+
+        def cut(atoms: Atoms) -> Atoms:
+            if isinstance(atoms, DenseAtoms):
+                return replace(atoms, grads=taken(atoms.grads))
+            rows, cols = atoms.row_factors, atoms.col_factors
+            if min(rows.shape[1], cols.shape[1]) > 1:  # the scale belongs on one side only
+                return replace(atoms, row_factors=taken(rows), col_factors=cols[:, columns])
+            return replace(atoms, row_factors=taken(rows), col_factors=taken(cols))
+
+        made = self._derived(lambda: (cut(atoms) for atoms in source()), self.num_samples, self.own_samples)
+        made.columns, made.random_columns = len(columns), len(kept)
+        return made
+
     def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int, own_samples: int) -> GradientStream:
         """A stream of other atoms for the same layer, under the same budget."""
         made = GradientStream(
@@ -265,6 +310,7 @@ class GradientStream:
             num_samples,
             self.columns,
             draws=self.draws,
+            random_columns=self.random_columns,
             in_memory=self.in_memory,
             processes=self.processes,
             own_samples=own_samples,

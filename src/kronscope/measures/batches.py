@@ -30,7 +30,7 @@ class Batches:
     @property
     def options(self) -> str:
         """What rows say of batches that are drawn without replacement, where that makes a difference."""
-        matters = self.size > 1 and self.labels != "exact"
+        matters = self.size > 1 and self.labels == "real"
         return "replacement=False" if matters and not self.replacement else ""
 
 
@@ -47,15 +47,15 @@ def batch_stream(
         stream: Atoms of single samples, with weights 1/N.
         batch_size: B.
         replacement: How batches are drawn.
-        labels: With ``"exact"`` labels B changes nothing (Lemma 7): gradients have mean zero under the model's own
-            labels, and the atoms stand for their second moment, so that their sum is not a mean gradient.
+        labels: With the model's own labels, ``"exact"`` or ``"sampled"`` anew for every batch, B changes nothing
+            (Lemma 7): gradients have mean zero under them.
 
     Raises:
         OptionError: B is below one, or above N without replacement.
     """
     if batch_size < 1:
         raise OptionError(f"batch_size must be 1 or more, got {batch_size}.")
-    if batch_size == 1 or labels == "exact":
+    if batch_size == 1 or labels != "real":
         return stream
     count = stream.num_samples
     if not replacement and batch_size > count:

@@ -1,31 +1,38 @@
 """Which label columns the truth, the fits and their error bars are made of: decided here, and nowhere else.
 
 A sample's labels come as columns, each of which gives one gradient: the exact columns of the model's own output
-distribution, a few labels drawn from it, or the real one.
+distribution, a few labels drawn from it, or the real one. Where the exact columns of the truth are too many, it is made
+of mixed ones: the largest as they are, the others added up with random signs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
 from kronscope.measures.batches import Batches
+from kronscope.measures.estimates import FEWEST_RANDOM
 from kronscope.measures.fits import Fit
 
 if TYPE_CHECKING:
     from kronscope.measures.options import MeasureOptions
 
-__all__ = ["PILOT_DRAWS", "TRUTHS", "CallColumns", "Columns", "FitColumns", "first_columns", "sufficient_draws"]
+__all__ = ["TRUTHS", "CallColumns", "Columns", "FitColumns", "TruthColumns"]
 
 # Each truth, and the labels its own atoms have.
 TRUTHS = {"gauss_newton": "exact", "empirical_fisher": "real"}
-# Above this many columns and multiply-adds, exact labels give way to draws.
+# Above this many columns and multiply-adds, exact labels give way to an estimate.
 _MANY_COLUMNS = 100
 _MANY_OPERATIONS = 1e11
 _MANY_PAIRS = 2e13
-PILOT_DRAWS, _MOST_DRAWS = 8, 128
+# Columns of each sample that an estimate starts with, and the most it goes on to.
+_FIRST_COLUMNS, _MOST_COLUMNS = 16, 256
 # Fewer label draws than this say too little about how they vary when one is left out.
 _FEW_DRAWS = 5
 
@@ -35,27 +42,31 @@ class Columns:
     """Label columns to capture gradients with.
 
     Attributes:
-        labels: ``"exact"``, ``"sampled"`` or ``"real"``.
-        draws: Columns of each sample, for sampled labels.
+        labels: ``"exact"``, ``"sampled"``, ``"mixed"`` or ``"real"``.
+        draws: Random columns of each sample, for sampled and mixed labels.
         seed: Of the draws.
+        fixed: Exact columns of each sample, for mixed labels.
     """
 
     labels: str
     draws: int = 1
     seed: int = 0
+    fixed: int = 0
 
     @property
-    def drawn(self) -> bool:
-        """Whether the columns are draws, which vary."""
-        return self.labels == "sampled"
+    def mixed(self) -> bool:
+        """Whether the columns are an estimate of the exact ones."""
+        return self.labels == "mixed"
 
     def plan(self, recorder: Recorder) -> list[LayerPlan]:
         """How each layer's atoms are captured."""
-        return recorder.plan(self.labels, self.draws)
+        return recorder.plan(self.labels, self.draws, fixed=self.fixed)
 
     def streams(self, recorder: Recorder, names: Sequence[str], *, cache: bool) -> dict[str, GradientStream]:
         """The atoms of some layers."""
-        return recorder.streams(self.labels, draws=self.draws, names=names, cache=cache, seed=self.seed)
+        return recorder.streams(
+            self.labels, draws=self.draws, names=names, cache=cache, seed=self.seed, fixed=self.fixed
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class FitColumns:
     Attributes:
         fitted: What the approximations are fitted on; the truth's own columns where the labels are the truth's.
         batches: The batches the fit is the expectation over.
-        resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` (of the truth) or
+        resample: How error bars are made: None, ``"samples"`` (population), ``"columns"`` (of the truth) or
             ``"drawn fit"``.
         spare: As many other draws, for the error bar of a fit on so few that none can be left out.
     """
@@ -78,7 +89,7 @@ class FitColumns:
     @property
     def labels(self) -> str:
         """The labels that rows and curves report."""
-        return self.fitted.labels
+        return "sampled" if self.fitted.mixed else self.fitted.labels
 
 
 @dataclass(frozen=True)
@@ -98,20 +109,17 @@ class CallColumns:
         options = self.options
         own = TRUTHS[options.truth]
         asked = fit.labels or own
-        # where the truth is drawn, sampled labels are those that were drawn for it
-        is_truths = asked == own or (self.truth.drawn and asked == "sampled")
-        fitted = self.truth if is_truths else Columns(asked)
-        if asked == "sampled" and not is_truths:
+        fitted = self.truth if asked == own else Columns(asked)
+        if asked == "sampled":
             # other draws than the truth's
             fitted = Columns(asked, options.draws, options.seed + 1)
         resample = None
         if fit.probes(options.seed) is None:
-            drawn = "draws" if self.truth.drawn else "drawn fit" if asked == "sampled" else None
+            drawn = "columns" if self.truth.mixed else "drawn fit" if asked == "sampled" else None
             resample = "samples" if options.population else drawn
-        few = resample == "drawn fit" and fitted.draws < _FEW_DRAWS
+        few = asked == "sampled" and resample in ("columns", "drawn fit") and fitted.draws < _FEW_DRAWS
         return FitColumns(
             fitted=fitted,
-            # where draws stand for exact labels, the batch size means as little as with these
             batches=Batches(fit.batch_size, options.replacement, asked),
             resample=resample,
             spare=replace(fitted, seed=options.seed + 2) if few else None,
@@ -124,23 +132,52 @@ class CallColumns:
         return [self.truth, *fitted, *{fit.spare for fit in fits if fit.spare is not None}]
 
 
-def first_columns(options: MeasureOptions, recorder: Recorder, parameters: int) -> Columns:
-    """Choose what the truth is made of: its own labels, or a few draws of them to see how many it takes."""
-    labels, exact = TRUTHS[options.truth], recorder.exact_columns
-    if labels != "exact":
-        return Columns(labels)
-    many = _costly(recorder, parameters) if options.max_columns is None else exact > options.max_columns
-    return Columns("sampled", PILOT_DRAWS, options.seed) if many else Columns(labels)
+class TruthColumns:
+    """Chooses what the truth is made of: its own labels, or where these are too many, some of their columns.
 
+    Args:
+        options: What was asked.
+        recorder: The model and the data.
+        parameters: Number of the model's parameters, which a backward pass costs.
+    """
 
-def sufficient_draws(stderr: float, accuracy: float, exact_columns: int) -> int:
-    """Label draws for a standard error of ``accuracy``, from that of a few draws; no more than exact columns."""
-    needed = PILOT_DRAWS * (stderr / accuracy) ** 2
-    return int(min(max(PILOT_DRAWS, -(-needed // 1)), _MOST_DRAWS, max(exact_columns, PILOT_DRAWS)))
+    def __init__(self, options: MeasureOptions, recorder: Recorder, parameters: int) -> None:
+        self._seed, self._recorder = options.seed, recorder
+        self._own, self._exact = TRUTHS[options.truth], recorder.exact_columns
+        many = _costly(recorder, parameters) if options.max_columns is None else self._exact > options.max_columns
+        self._estimated = self._own == "exact" and many
+        self._first = min(_FIRST_COLUMNS, max(options.max_columns or _FIRST_COLUMNS, 2 * FEWEST_RANDOM))
+        self._left: Tensor | None = None
+
+    def first(self) -> Columns:
+        """What to begin with."""
+        return self.of(self._first) if self._estimated else Columns(self._own)
+
+    def enough(self, columns: Columns, stderr: float, accuracy: float) -> Columns:
+        """As many columns as it takes for a standard error of ``accuracy``, where some have given ``stderr``."""
+        now = columns.fixed + columns.draws
+        if math.isnan(stderr):
+            needed = 4.0 * now
+        else:
+            needed = 1.1 * columns.draws * (stderr / accuracy) ** 2 + columns.fixed if stderr > accuracy else now
+        # powers of two, so that layers share their passes over the data
+        wanted = now if needed <= now else 2 ** math.ceil(math.log2(needed))
+        return columns if wanted == now else self.of(min(wanted, max(_MOST_COLUMNS, now)))
+
+    def of(self, count: int) -> Columns:
+        """The best columns of a number: all where there are no more, else as few exact ones as leave least variance."""
+        if count >= self._exact:
+            return Columns("exact")
+        if self._left is None:
+            self._left = self._recorder.remainders(min(_MOST_COLUMNS, self._exact))
+        most = min(count - max(FEWEST_RANDOM, count // 4), len(self._left) - 1)
+        # the remainder's variance goes with its square and with one over the number of random columns
+        fixed = int((self._left[: most + 1] / (count - torch.arange(most + 1))).argmin())
+        return Columns("mixed", count - fixed, self._seed, fixed)
 
 
 def _costly(recorder: Recorder, parameters: int) -> bool:
-    """Whether exact labels cost so much that draws are the better answer."""
+    """Whether exact labels cost so much that an estimate is the better answer."""
     columns, samples = recorder.exact_columns, recorder.num_samples
     if columns <= _MANY_COLUMNS:
         return False

@@ -12,9 +12,8 @@ from kronscope.approx import Approximation, Optimal, singular_triples
 from kronscope.curvature import SecondMoment
 from kronscope.errors import KronscopeError
 from kronscope.gradients.stream import GradientStream
-from kronscope.kron import KroneckerProduct
+from kronscope.kron import KroneckerProduct, Operator
 from kronscope.measures.batches import batch_stream
-from kronscope.measures.cosines import cosine
 from kronscope.measures.rows import variants
 
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
@@ -73,18 +72,24 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
 
 
 def exponent_curve(
-    truth: GradientStream, fitted: GradientStream, exponents: Sequence[float] = EXPONENTS
+    truth: GradientStream, fitted: GradientStream, exponents: Sequence[float] = EXPONENTS, norm: float | None = None
 ) -> dict[str, list[float]]:
     r"""Return the cosine of :math:`(L \otimes R)^p` with the truth for many p, from one eigenbasis table.
 
-    p = 1 is Shampoo², p = ½ Shampoo, p = 0 the projector onto the range.
+    p = 1 is Shampoo², p = ½ Shampoo, p = 0 the projector onto the range. ``norm`` is the truth's where it is estimated.
     """
     moment = SecondMoment(truth)
+    norm = moment.norm() if norm is None else norm
     left, right = SecondMoment(fitted).factors()
-    if left.trace() == 0 or moment.norm() == 0:
+    if left.trace() == 0 or norm == 0:
         return {"exponent": list(exponents), "cosine": [math.nan] * len(exponents)}
     base = KroneckerProduct(left, right)
-    return {"exponent": list(exponents), "cosine": [cosine(moment, base.power(p)) for p in exponents]}
+    return {"exponent": list(exponents), "cosine": [_cosine(moment, norm, base.power(p)) for p in exponents]}
+
+
+def _cosine(moment: SecondMoment, norm: float, operator: Operator) -> float:
+    size = norm * operator.norm()
+    return moment.inner(operator) / size if size > 0 else math.nan
 
 
 def default_batch_sizes(samples: int) -> list[int]:
@@ -105,9 +110,14 @@ def batch_size_curve(
     *,
     replacement: bool = True,
     labels: str = "real",
+    norm: float | None = None,
 ) -> dict[str, list[float]]:
-    """Return each approximation's cosine with the truth as the batch it is fitted on grows; flat for exact labels."""
+    """Return each approximation's cosine with the truth as the batch it is fitted on grows; flat for its own labels.
+
+    ``norm`` is the truth's where it is estimated.
+    """
     moment = SecondMoment(truth)
+    norm = moment.norm() if norm is None else norm
     sizes = default_batch_sizes(fitted.num_samples) if sizes is None else list(sizes)
     streams = [batch_stream(fitted, size, replacement=replacement, labels=labels) for size in sizes]
     curves: dict[str, list[float]] = {"batch_size": [float(size) for size in sizes]}
@@ -117,7 +127,7 @@ def batch_size_curve(
         values = []
         for stream in streams:
             try:
-                values.append(cosine(moment, approximation.fit(stream)))
+                values.append(_cosine(moment, norm, approximation.fit(stream)))
             except KronscopeError:
                 values.append(math.nan)
         curves[variants([approximation])[0]] = values

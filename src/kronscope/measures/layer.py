@@ -14,6 +14,7 @@ from kronscope.errors import ConvergenceError, DataError, NotFactoredError
 from kronscope.gradients.stream import GradientStream
 from kronscope.measures.batches import Batches
 from kronscope.measures.cosines import cosine, relative_error
+from kronscope.measures.estimates import RandomColumns, checked
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Detail, Row
@@ -44,7 +45,7 @@ class LayerStreams:
     Attributes:
         truth: Atoms of the matrix every cosine is taken with.
         fitted: Atoms the approximations are fitted on, of single samples.
-        resample: How error bars are made: None, ``"samples"`` (population), ``"draws"`` or ``"drawn fit"``.
+        resample: How error bars are made: None, ``"samples"`` (population), ``"columns"`` or ``"drawn fit"``.
         note: What every row of the layer has to say, such as that the truth was drawn.
         whole_square: For a thinned history, see :class:`Resampler`.
         spare: Other label draws of the samples that are fitted on, where the draws are too few to leave some out.
@@ -97,6 +98,8 @@ def layer_rows(
             return probes.cosine(truth, approximation.fit(stream))
         if silence:
             return Estimate(math.nan, math.nan, silence)
+        if isinstance(resampler, RandomColumns):
+            return _from_columns(resampler, streams, approximation)
         if resampler is None or (resampler.fixed_truth and approximation.fits_truth):
             return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
         return _resampled(resampler, approximation, streams.batches)
@@ -140,17 +143,32 @@ def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: Gra
     return cosine(truth, approximation.fit(stream))
 
 
-def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | None:
+def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | RandomColumns | None:
     if streams.resample is None:
         return None
+    if streams.resample == "columns":
+        return RandomColumns(streams.truth)
     if streams.resample == "samples":
         return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
-    if streams.resample == "draws":
-        return Resampler(streams.truth, streams.fitted, "draws")
-    # the truth is exact and only the fit was drawn
+    return _drawn_fit(streams)
+
+
+def _drawn_fit(streams: LayerStreams) -> Resampler | OtherDraws:
+    """Error bars of a fit on drawn labels, as if the truth were exact."""
     if streams.spare is not None:
         return OtherDraws(streams.truth, streams.fitted, streams.spare)
     return Resampler(streams.truth, streams.fitted, "draws", fixed_truth=True)
+
+
+def _from_columns(columns: RandomColumns, streams: LayerStreams, approximation: Approximation) -> Estimate:
+    if approximation.fits_truth or streams.fitted is streams.truth:
+        return columns.cosine(approximation)
+    fitted = streams.batches.of(streams.fitted) if approximation.uses_batches else streams.fitted
+    estimate = columns.cosine_with(approximation.fit(fitted))
+    if not streams.fitted.draws:
+        return estimate
+    own = _resampled(_drawn_fit(streams), approximation, streams.batches)
+    return checked(estimate.value, math.hypot(estimate.stderr, own.stderr))
 
 
 def _resampled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import warnings
@@ -19,8 +20,9 @@ from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_lay
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.losses import read_loss
 from kronscope.measures.budget import affordable, size_text, sweeps
-from kronscope.measures.columns import TRUTHS, CallColumns, Columns, first_columns, sufficient_draws
+from kronscope.measures.columns import TRUTHS, CallColumns, Columns, TruthColumns
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
+from kronscope.measures.estimates import RandomColumns
 from kronscope.measures.fits import Fit
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
 from kronscope.measures.options import MeasureOptions
@@ -119,8 +121,8 @@ class FitRecord:
     fit: Fit
     approximations: tuple[Approximation, ...]
     probes: Probes | None
-    rows: list[Row] = field(default_factory=list)
-    curves: list[Detail] = field(default_factory=list)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    curves: dict[str, list[Detail]] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
@@ -177,7 +179,8 @@ class Measurement:
             self.facts["processes"] = recorder.processes.world_size
         if recorder.unreached:
             self._say([f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"])
-        self.columns = CallColumns(self.options, first_columns(self.options, recorder, parameters))
+        self.choice = TruthColumns(self.options, recorder, parameters)
+        self.columns = CallColumns(self.options, self.choice.first())
 
     def _say(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -188,24 +191,49 @@ class Measurement:
     # ------------------------------------------------------------------ doing
 
     def go(self, recorder: Recorder, bar: Bar) -> None:
-        """Capture and measure, group by group of layers that share a sweep."""
+        """Capture and measure; layers whose estimate is not accurate enough are measured again with more columns."""
         self.tell("".join(f"{plan}\n" for plan in self.columns.truth.plan(recorder)))
-        if self.columns.truth.drawn:
-            self.columns = CallColumns(self.options, self._enough_draws(recorder, bar))
+        if self.columns.truth.mixed:
             self.notes.append(
-                f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from "
-                f"{self.columns.truth.draws} label draws per sample, standard errors included"
+                f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from some of "
+                "them and random sums of the others, standard errors included"
             )
-        wanted = self.columns.all()
-        self.facts["capture"] = {plan.name: str(plan) for plan in self.columns.truth.plan(recorder)}
+        pending = {self.columns.truth: [spec.name for spec in recorder.specs]}
+        for record in self.fits:
+            record.rows = {spec.name: [] for spec in recorder.specs}
+            record.curves = {spec.name: [] for spec in recorder.specs}
+        while pending:
+            columns = next(iter(pending))
+            self.columns = CallColumns(self.options, columns)
+            for name in self._measure_layers(recorder, pending.pop(columns), bar):
+                more = self.choice.enough(columns, self._worst(name), self.options.accuracy)
+                pending.setdefault(more, []).append(name)
+
+    def _measure_layers(self, recorder: Recorder, layers: list[str], bar: Bar) -> list[str]:
+        """Measure group by group of layers that share a sweep; return those that need more columns."""
+        wanted, again = self.columns.all(), []
+        truth = self.columns.truth
+        for plan in truth.plan(recorder):
+            if plan.name in layers:
+                self.facts.setdefault("capture", {})[plan.name] = str(plan)
         sizes: dict[str, int] = {}
-        for plan in (plan for each in wanted for plan in each.plan(recorder)):
+        for plan in (plan for each in wanted for plan in each.plan(recorder) if plan.name in layers):
             sizes[plan.name] = sizes.get(plan.name, 0) + plan.bytes
         for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
             captured = self._capture(recorder, wanted, names, bar, cache=cache)
             bar.begin("measuring", len(names) * sum(record.units for record in self.fits))
             for name in names:
                 self._measure_layer(name, {each: streams.pop(name) for each, streams in captured.items()}, bar)
+                if truth.mixed and self.choice.enough(truth, self._worst(name), self.options.accuracy) != truth:
+                    again.append(name)
+        return again
+
+    def _worst(self, name: str) -> float:
+        """The largest standard error of a layer's rows; NaN where random columns did not suffice for an answer."""
+        rows = [row for record in self.fits if record.probes is None for row in record.rows[name]]
+        if any(math.isnan(row.cosine) and not math.isnan(row.stderr) for row in rows):
+            return math.nan
+        return max((row.stderr for row in rows if not math.isnan(row.stderr)), default=0.0)
 
     def _capture(
         self, recorder: Recorder, wanted: Sequence[Columns], names: list[str], bar: Bar, *, cache: bool
@@ -222,12 +250,12 @@ class Measurement:
         return captured
 
     def _measure_layer(self, name: str, captured: Mapping[Columns, GradientStream], bar: Bar) -> None:
-        truth, drawn = captured[self.columns.truth], self.columns.truth.drawn
+        truth, columns = captured[self.columns.truth], self.columns.truth
         form = str(SecondMoment(truth).plan())
         self.facts.setdefault("contraction", {})[name] = form
         self.tell(f"{name}: {form}\n")
         bar.say(f"measuring {name}")
-        note = f"truth from {self.columns.truth.draws} label draws per sample" if drawn else ""
+        note = f"truth from {columns.fixed} exact and {columns.draws} random columns" if columns.mixed else ""
         for record in self.fits:
             made_of = self.columns.of(record.fit)
             streams = LayerStreams(
@@ -245,23 +273,33 @@ class Measurement:
         return Condition(name, self.options.step, self.options.truth, labels, batch_size, truth.num_samples)
 
     def _measure_fit(self, streams: LayerStreams, condition: Condition, record: FitRecord, bar: Bar) -> None:
+        rows = record.rows[condition.layer] = []
         # one by one: an interrupt keeps those that are done
         for row in layer_rows(streams, condition, record.approximations, probes=record.probes):
-            record.rows.append(row)
+            rows.append(row)
             bar.step()
+        curves = record.curves[condition.layer] = []
         for kind in record.fit.details:
-            record.curves.append(self._curve(kind, streams, condition, record.approximations))
+            curves.append(self._curve(kind, streams, condition, record.approximations))
             bar.step()
 
     def _curve(
         self, kind: str, streams: LayerStreams, condition: Condition, approximations: Sequence[Approximation]
     ) -> Detail:
         batches, unusual = streams.batches, ""
+        estimated = RandomColumns(streams.truth) if streams.truth.random_columns else None
+        norm = None if estimated is None else estimated.norm
         values: dict[str, Any]
         if kind == "spectrum":
             values = kronecker_spectrum(streams.truth, self.options.spectrum_rank)
+            if estimated is not None:
+                values["ratio"] = estimated.cosine(get("optimal")).value
         elif kind == "exponents":
-            values, unusual = exponent_curve(streams.truth, batches.of(streams.fitted)), batches.options
+            values, unusual = exponent_curve(streams.truth, batches.of(streams.fitted), norm=norm), batches.options
+            if estimated is not None and streams.fitted is streams.truth:
+                values["cosine"] = estimated.debiased(
+                    lambda part, size: exponent_curve(part, part, norm=size)["cosine"]
+                )
         else:
             values = batch_size_curve(
                 streams.truth,
@@ -269,24 +307,22 @@ class Measurement:
                 approximations,
                 replacement=batches.replacement,
                 labels=batches.labels,
+                norm=norm,
             )
             unusual = replace(batches, size=2).options  # it has every size
         return condition.detail(kind, values, unusual)
 
-    def _enough_draws(self, recorder: Recorder, bar: Bar) -> Columns:
-        """Measure with a few draws, and see how many it takes for the accuracy asked for."""
-        pilot = self.columns.truth
-        smallest = min(pilot.plan(recorder), key=lambda plan: plan.shape[0] * plan.shape[1]).name
-        truth = self._capture(recorder, [pilot], [smallest], bar, cache=True)[pilot][smallest]
-        condition = self._condition(smallest, pilot.labels, 1, truth)
-        worst = 0.0
-        for row in layer_rows(LayerStreams(truth, truth, "draws"), condition, [get("shampoo2"), get("shampoo")]):
-            worst = max(worst, row.stderr if row.stderr == row.stderr else 0.0)
-        return replace(pilot, draws=sufficient_draws(worst, self.options.accuracy, recorder.exact_columns))
-
     def results(self) -> tuple[Results, ...]:
         """What is there, one for each fit."""
-        return tuple(Results(record.rows, record.curves, self._settings(record), self.partial) for record in self.fits)
+        return tuple(
+            Results(
+                [row for rows in record.rows.values() for row in rows],
+                [curve for curves in record.curves.values() for curve in curves],
+                self._settings(record),
+                self.partial,
+            )
+            for record in self.fits
+        )
 
     def _settings(self, record: FitRecord) -> dict[str, Any]:
         notes = {"notes": self.notes} if self.notes else {}

@@ -1,0 +1,85 @@
+r"""Contractions of a stream column by column, instead of summed up: what error bars are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kronscope.gradients.atoms import Atoms, FactoredAtoms
+
+__all__ = ["column_forms", "column_pair_sums"]
+
+# Entries of the largest intermediate of one tile (doubles: 128 MB).
+_TILE_ENTRIES = 16 << 20
+# Multiply-adds of a product below which float64 costs nothing worth saving.
+_SMALL_PRODUCT = 1e9
+
+
+def column_forms(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Tensor:
+    r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (k, c), in float64.
+
+    Args:
+        atoms: A chunk.
+        left: Symmetric :math:`A` (m, m); None is the identity.
+        right: Symmetric :math:`B` (n, n); None is the identity.
+    """
+    if isinstance(atoms, FactoredAtoms):
+        rows, cols = _weighted(atoms.row_factors, left), _weighted(atoms.col_factors, right)
+        # broadcasting brings in the side whose columns are shared
+        return (rows * cols).sum((-1, -2), dtype=torch.float64)
+    grads = atoms.grads
+    moved = grads if left is None else left.to(grads) @ grads
+    other = grads if right is None else grads @ right.to(grads)
+    return (moved * other).sum((-1, -2), dtype=torch.float64)
+
+
+def _weighted(factors: Tensor, matrix: Tensor | None) -> Tensor:
+    """Inner products F M Fᵀ (k, c, t, t) between positions."""
+    moved = factors if matrix is None else factors @ matrix.to(factors)
+    return moved @ factors.mT
+
+
+def column_pair_sums(first: Atoms, second: Atoms) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (k, c), and the same with the chunks exchanged.
+
+    Args:
+        first: A chunk of k samples with c columns each.
+        second: Another one, or the same.
+    """
+    rows = torch.zeros(len(first.weights), first.columns, dtype=torch.float64, device=first.weights.device)
+    cols = torch.zeros(len(second.weights), second.columns, dtype=torch.float64, device=first.weights.device)
+    positions = 1
+    if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
+        positions = first.positions * second.positions
+    width = max(1, int((_TILE_ENTRIES / positions) ** 0.5))
+    for at in _cuts(first, width):
+        for to in _cuts(second, width):
+            one, two = first.part(at.start, at.stop), second.part(to.start, to.stop)
+            squares = _inner_products(one, two).double().square_()  # (k, c, j, d)
+            rows[at] += torch.einsum("kcjd,j->kc", squares, two.weights)
+            cols[to] += torch.einsum("kcjd,k->jd", squares, one.weights)
+    return rows, cols
+
+
+def _cuts(atoms: Atoms, width: int) -> list[slice]:
+    step = max(1, width // max(1, atoms.columns))
+    count = len(atoms.weights)
+    return [slice(at, min(at + step, count)) for at in range(0, count, step)]
+
+
+def _inner_products(first: Atoms, second: Atoms) -> Tensor:
+    """Inner products (k, c, j, d) between all columns of two chunks."""
+    shape = (len(first.weights), first.columns, len(second.weights), second.columns)
+    if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
+        one, two = first.wide(), second.wide()
+        by_rows = torch.einsum("kctm,jdsm->kcjdts", one.row_factors, two.row_factors)
+        by_cols = torch.einsum("kctn,jdsn->kcjdts", one.col_factors, two.col_factors)
+        return (by_rows * by_cols).sum((-1, -2)).expand(shape)
+    left, right = first.dense().grads.flatten(2).flatten(0, 1), second.dense().grads.flatten(2).flatten(0, 1)
+    common = torch.promote_types(left.dtype, right.dtype)
+    if left.shape[0] * right.numel() < _SMALL_PRODUCT or common == torch.float64:
+        return (left.double() @ right.double().T).view(shape)
+    # float32 rounds an entry at 1e-7 of its gradients' norms; scaled, so that small gradients do not underflow
+    scales = [float(part.abs().max().clamp_min(torch.finfo(common).tiny)) for part in (left, right)]
+    products = (left / scales[0]) @ (right / scales[1]).T
+    return products.double().mul_(scales[0] * scales[1]).view(shape)
