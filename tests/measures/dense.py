@@ -131,6 +131,8 @@ def _fitted(problem: Problem, layer: Layer, setting: Setting, where: dict[str, A
     else:
         atoms = oracle.fisher_of_draws_atoms(*arguments, drawn_labels(problem, setting), **where)
     single, count, size = atoms.matrix(), len(problem.targets), setting.batch_size
+    if setting.fitted == "sampled":  # drawn anew for every batch, they have mean zero (Lemma 7)
+        return single, single
     mean = torch.einsum("i,imn->mn", atoms.weights, atoms.grads).flatten()
     if setting.replacement:
         return single, single + (size - 1) * torch.outer(mean, mean)

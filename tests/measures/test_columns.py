@@ -11,11 +11,12 @@ from torch import nn
 
 import kronscope as ks
 from kronscope.errors import OptionError
+from kronscope.gradients import Recorder, resolve_layers
 from kronscope.measures import Results
-from kronscope.measures.columns import CallColumns, Columns, sufficient_draws
+from kronscope.measures.columns import CallColumns, Columns, TruthColumns
 from kronscope.measures.options import MeasureOptions
 
-EXACT, REAL, DRAWN = Columns("exact"), Columns("real"), Columns("sampled", 8, 3)
+EXACT, REAL, MIXED = Columns("exact"), Columns("real"), Columns("mixed", 8, 3, 2)
 
 
 def call(truth: Columns, *labels: str | None, **options: Any) -> CallColumns:
@@ -34,16 +35,17 @@ def call(truth: Columns, *labels: str | None, **options: Any) -> CallColumns:
         (REAL, None, REAL, None),
         (REAL, "exact", EXACT, None),
         (REAL, "sampled", Columns("sampled", 7, 4), "drawn fit"),
-        (DRAWN, None, DRAWN, "draws"),
-        (DRAWN, "exact", DRAWN, "draws"),
-        (DRAWN, "sampled", DRAWN, "draws"),
-        (DRAWN, "real", REAL, "draws"),
+        (MIXED, None, MIXED, "columns"),
+        (MIXED, "exact", MIXED, "columns"),
+        (MIXED, "sampled", Columns("sampled", 7, 4), "columns"),
+        (MIXED, "real", REAL, "columns"),
     ],
 )
 def test_what_a_fit_is_made_of(truth: Columns, labels: str | None, fitted: Columns, resample: str | None) -> None:
     columns = call(truth, labels, draws=7)
     fit = columns.of(columns.options.fits[0])
-    assert (fit.fitted, fit.labels, fit.resample, fit.spare) == (fitted, fitted.labels, resample, None)
+    shown = "sampled" if fitted == MIXED else fitted.labels
+    assert (fit.fitted, fit.labels, fit.resample, fit.spare) == (fitted, shown, resample, None)
     # the model's own labels, exact or drawn in their place, make the batch size mean nothing
     assert fit.batches.labels == (labels or ("real" if truth == REAL else "exact"))
     everyone = dataclasses.replace(columns, options=dataclasses.replace(columns.options, population=True))
@@ -54,18 +56,44 @@ def test_everything_is_captured_once_and_the_truth_first() -> None:
     few = call(EXACT, "sampled", "real", None, "sampled", "real", draws=2)
     assert few.all() == [EXACT, REAL, Columns("sampled", 2, 4), Columns("sampled", 2, 5)]
     assert call(EXACT, "sampled", draws=5).all() == [EXACT, Columns("sampled", 5, 4)]
-    assert call(DRAWN, "sampled", "exact", None).all() == [DRAWN]
+    assert call(MIXED, "sampled", "exact", None, draws=5).all() == [MIXED, Columns("sampled", 5, 4)]
 
 
-def test_as_many_draws_as_the_accuracy_takes() -> None:
-    assert [sufficient_draws(error, 0.01, 1000) for error in (0.0, 0.02, 1.0)] == [8, 32, 128]
-    assert sufficient_draws(1.0, 0.01, 40) == 40
+def recorder(classes: int, confident: float) -> Recorder:
+    torch.manual_seed(0)
+    model = nn.Linear(3, classes).double()
+    with torch.no_grad():
+        model.weight.mul_(confident)
+    data = [(torch.randn(12, 3, dtype=torch.float64), torch.randint(classes, (12,)))]
+    return Recorder(model, nn.CrossEntropyLoss(), data, resolve_layers(model, ["weight"]))
+
+
+def test_as_many_columns_as_the_accuracy_takes_and_exact_ones_where_these_are_no_more() -> None:
+    options = MeasureOptions([ks.Fit()], max_columns=10)
+    choice = TruthColumns(options, recorder(40, 0.1), 160)
+    first = choice.first()
+    assert first.mixed
+    assert first.fixed + first.draws == 10
+    assert choice.enough(first, 0.009, 0.01) == first
+    more = choice.enough(first, 0.013, 0.01)
+    assert more.mixed
+    assert more.fixed + more.draws == 32
+    # four times the error takes sixteen times the columns, and all 39 are fewer
+    assert choice.enough(first, 0.04, 0.01) == EXACT
+    assert TruthColumns(MeasureOptions([ks.Fit()], max_columns=39), recorder(40, 0.1), 160).first() == EXACT
+
+
+def test_a_confident_model_is_estimated_from_its_few_large_columns() -> None:
+    sure = TruthColumns(MeasureOptions([ks.Fit()], max_columns=10), recorder(40, 30.0), 160).first()
+    unsure = TruthColumns(MeasureOptions([ks.Fit()], max_columns=10), recorder(40, 0.01), 160).first()
+    assert sure.fixed > unsure.fixed
+    assert unsure.fixed == 0
 
 
 def measured(**options: Any) -> Results:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    data = [(torch.randn(24, 6, dtype=torch.float64), torch.randint(4, (24,)))]
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 12)).double()
+    data = [(torch.randn(24, 6, dtype=torch.float64), torch.randint(12, (24,)))]
     return ks.measure(model, nn.CrossEntropyLoss(), data, layers=["0.weight"], progress=False, **options)
 
 
@@ -78,7 +106,7 @@ def test_curves_and_rows_agree_on_what_a_batch_size_means_where_the_truth_is_dra
         curve = many.details[1].series(name)
         assert max(curve) == min(curve)
     assert {item.options for item in many.details} == {row.options for row in many} == {""}
-    # labels that are asked for as draws make batches of drawn labels, in rows and curves
+    # labels that are asked for as draws are others than the truth's
     asked = measured(max_columns=1, batch_size=16, labels="sampled", details=kinds)
     assert asked.details[0].values != one.details[0].values
 

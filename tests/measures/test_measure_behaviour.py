@@ -140,14 +140,17 @@ def test_stderr_is_nan_for_exact_answers_and_a_number_for_estimates() -> None:
         ({"labels": "sampled", "draws": 6}, ("optimal",)),
         ({"population": True}, ()),
         ({"population": True, "labels": "sampled"}, ()),
-        ({"max_columns": 1}, ()),
         ({"estimator": "probes"}, ()),
+        ({"max_columns": 1}, SHAMPOOS),  # all columns are no more than an estimate would take
     ):
         results = measure(model, data, approximations=SHAMPOOS, **options)
         for row in results:
             assert math.isnan(row.stderr) == (row.approximation in exact), (options, row)
             if row.approximation not in exact:
                 assert 0 < row.stderr < 1
+    model, data = mlp(24, classes=20)
+    estimated = measure(model, data, approximations=SHAMPOOS, max_columns=1, accuracy=0.5)
+    assert all(0 < row.stderr < 1 for row in estimated)
 
 
 class _Experts(nn.Module):
@@ -219,28 +222,32 @@ def test_sampled_labels_come_near_exact_ones_with_many_draws_and_depend_on_the_s
     assert_same(exact, many, 0.01)
 
 
-def test_too_many_columns_fall_back_to_draws_and_say_so() -> None:
+def test_too_many_columns_fall_back_to_an_estimate_and_say_so() -> None:
     torch.manual_seed(1)
-    model, data = mlp(30, classes=12)
+    model, data = mlp(30, classes=40)
     exact = measure(model, data)
     drawn = measure(model, data, max_columns=5, accuracy=0.02)
     assert {row.labels for row in drawn} == {"sampled"}
-    assert any("11 exact columns" in note and "label draws" in note for note in drawn.settings["notes"])
+    assert any("39 exact columns" in note and "is estimated" in note for note in drawn.settings["notes"])
     for one, other in zip(exact, drawn, strict=True):
         assert other.note
         assert 0 < other.stderr < 0.1
         assert abs(one.cosine - other.cosine) < 4 * other.stderr, (one, other)
-    assert {row.labels for row in measure(model, data, max_columns=11)} == {"exact"}
+    assert {row.labels for row in measure(model, data, max_columns=39)} == {"exact"}
 
 
-def test_more_accuracy_means_more_draws() -> None:
-    model, data = mlp(20, classes=40)
+def test_more_accuracy_means_more_columns_up_to_all_of_them() -> None:
+    model, data = mlp(20, classes=100)
     counts = []
-    for accuracy in (0.5, 0.004):
+    for accuracy in (0.5, 0.03):
         results = measure(model, data, max_columns=5, accuracy=accuracy, approximations=["shampoo2"])
-        counts.append(int(results.rows[0].note.split("from ")[1].split(" ")[0]))
-        assert results.rows[0].stderr < 2 * accuracy
-    assert counts[0] == 8 < counts[1]
+        words = results.rows[0].note.split("from ")[1].split(" ")
+        counts.append(int(words[0]) + int(words[3]))  # "2 exact and 6 random columns"
+        assert results.rows[0].stderr <= accuracy
+    assert counts[0] == 8 < counts[1] < 99
+    row = measure(model, data, max_columns=5, accuracy=1e-5, approximations=["shampoo2"]).rows[0]
+    assert math.isnan(row.stderr)
+    assert row.cosine == pytest.approx(measure(model, data, approximations=["shampoo2"]).rows[0].cosine, abs=1e-12)
 
 
 def test_probes_come_near_the_exact_value() -> None:

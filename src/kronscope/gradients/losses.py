@@ -264,6 +264,7 @@ class CrossEntropy:
         largest = _largest(sizes.flatten(1), draws.fixed)
 
         def combined(x: Tensor) -> Tensor:
+            x = x.view_as(root).scatter(1, pivot, 0.0)  # a token has one column less than classes
             total = (x * root).sum(1, keepdim=True)
             values = root * x - root.square() * (total / (1 + top))
             values.scatter_(1, pivot, -top * total)
@@ -271,8 +272,7 @@ class CrossEntropy:
 
         def column(index: int) -> Tensor:
             if index < draws.fixed:
-                x = torch.zeros_like(root).flatten(1).scatter_(1, largest[:, index : index + 1], 1.0)
-                return combined(x.view_as(root))
+                return combined(torch.zeros_like(root).flatten(1).scatter_(1, largest[:, index : index + 1], 1.0))
             x = (
                 draws.signs(index - draws.fixed, root[0].numel())
                 .to(root.device)
