@@ -73,9 +73,9 @@ def cell(recorder: Recorder, repetitions: int) -> list[dict[str, Any]]:
     columns = TruthColumns(options, recorder, 100).of(16)
     exact = recorder.streams("exact")[LAYER]
     moment = ks.SecondMoment(exact)
-    rows = []
-    for name in NAMES:
-        rows.append({"approximation": name, "exact": ks.cosine(moment, approx.get(name).fit(exact))})
+    rows: list[dict[str, Any]] = [
+        {"approximation": name, "exact": ks.cosine(moment, approx.get(name).fit(exact))} for name in NAMES
+    ]
     if not columns.mixed:
         return [{**row, "columns": "exact"} for row in rows]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
