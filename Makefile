@@ -80,7 +80,7 @@ $(IVENV)/.installed: pyproject.toml constraints.txt constraints-integrations.txt
 
 test-integrations: $(IVENV)/.installed  ## our optimizers inside Transformers, Lightning, Accelerate, peft and timm
 	@echo "== pytest tests/integrations"
-	@HF_HUB_OFFLINE=1 KRONSCOPE_INTEGRATIONS=1 $(IVENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup \
+	@HF_HUB_OFFLINE=1 KRONSCOPE_INTEGRATIONS=1 $(IVENV)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 		tests/integrations tests/test_examples.py::test_example_trains src/kronscope/integrations $(ARGS)
 
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops

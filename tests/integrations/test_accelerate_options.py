@@ -14,7 +14,7 @@ from tests.integrations.launch import launch
 from tests.integrations.tiny import FAMILIES, assert_same, network, points, weights
 
 # accelerate and torch warn of each other's deprecations
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("accelerate")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from tests.integrations.launch import launch
 from tests.integrations.tiny import FAMILIES, assert_same
 
 # lightning and torch warn of each other's deprecations
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 ROUNDING = 1e-9
 
 

@@ -14,7 +14,7 @@ import kronscope as ks
 from tests.integrations.tiny import FAMILIES, assert_same, weights
 
 # lightning and torch warn of each other's deprecations
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("lightning")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def fit(runs: ModuleType, module: Any, folder: Path, **options: Any) -> Any:

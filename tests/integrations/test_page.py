@@ -13,7 +13,6 @@ from tests.test_docs import DOCS, blocks
 PAGE = DOCS / "integrations.md"
 
 
-@pytest.mark.xdist_group("timm")
 @pytest.mark.filterwarnings("ignore")  # the packages warn of each other's deprecations
 def test_the_page_runs(timm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("transformers", "accelerate", "lightning", "peft", "tensorboard"):

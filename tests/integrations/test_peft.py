@@ -12,7 +12,7 @@ import torch
 import kronscope as ks
 from tests.integrations.tiny import FAMILIES, assert_same, language_model, needed, weights
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("peft")]  # peft's and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
 
 
 @pytest.fixture(scope="module")

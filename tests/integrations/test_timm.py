@@ -13,7 +13,7 @@ import torch
 import kronscope as ks
 from tests.integrations.tiny import assert_same, weights
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("timm")]  # timm's own, of torch
+pytestmark = pytest.mark.filterwarnings("ignore")  # timm's own, of torch
 FAMILIES: dict[str, Any] = {
     "kronscope-shampoo": ks.Shampoo,
     "kronscope-soap": ks.SOAP,

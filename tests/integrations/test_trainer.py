@@ -13,7 +13,7 @@ from tests.integrations.launch import launch
 from tests.integrations.tiny import FAMILIES, assert_same, language_model
 
 # transformers, accelerate and torch warn of each other's deprecations
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("trainer")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 # Sums over another number of processes, in float64; the weights are of the order of 0.1.
 ROUNDING = 1e-9
 

@@ -15,7 +15,7 @@ from kronscope.integrations import unwrap
 from tests.integrations.tiny import FAMILIES, assert_same, language_model, weights
 
 # transformers, accelerate and torch warn of each other's deprecations
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("trainer")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated gradients": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
