@@ -16,7 +16,7 @@ from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
-from kronscope.measures import Fit, Probes, Results, cosine, measure, measure_fits, measure_history
+from kronscope.measures import Fit, Probes, Results, cosine, measure, measure_fits, measure_history, second_moment
 from kronscope.optim import (
     SOAP,
     Adaptive,
@@ -55,6 +55,7 @@ __all__ = [
     "measure_fits",
     "measure_history",
     "param_groups",
+    "second_moment",
 ]
 
 __version__ = "0.1.0"

@@ -77,7 +77,7 @@ class SecondMoment:
         return math.sqrt(max(self.norm_squared(), 0.0))
 
     def norm_squared(self) -> float:
-        """Square of the Frobenius norm."""
+        """Square of the Frobenius norm; where some columns are random, an unbiased estimate of it."""
 
         def compute() -> float:
             if self.stream.known.norm_squared is not None:
@@ -85,10 +85,20 @@ class SecondMoment:
             kernels = self.kernels()
             if kernels is not None:
                 rows, cols, weights = kernels
-                return float(weights @ (rows * cols) @ weights)
-            return float(self.pair_sums().sum())
+                return float(weights @ (rows * cols) @ weights) + self._self_pairs()
+            return float(self.pair_sums().sum()) + self._self_pairs()
 
         return self._once("norm_squared", compute)
+
+    def _self_pairs(self) -> float:
+        """What replaces the pairs of random columns with themselves by the mean of a sample's other pairs."""
+        count = self.stream.random_columns
+        if count < 2:
+            return 0.0
+        squares = self.own_grams()[:, -count:, -count:].square()
+        own = squares.sum((1, 2))
+        others = (own - squares.diagonal(dim1=1, dim2=2).sum(1)) * count / (count - 1)
+        return float(self.stream.weights().square() @ (others - own))
 
     def pair_sums(self, groups: Tensor | None = None) -> Tensor:
         r"""Sum :math:`w_i w_j S_{ij}` over pairs of samples, by the groups the two samples belong to.

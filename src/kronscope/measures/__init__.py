@@ -7,7 +7,7 @@ from kronscope.measures.batches import batch_stream
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
 from kronscope.measures.fits import Fit
-from kronscope.measures.measure import measure, measure_fits
+from kronscope.measures.measure import measure, measure_fits, second_moment
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, Resampler
 from kronscope.measures.results import Results
@@ -30,4 +30,5 @@ __all__ = [
     "measure_fits",
     "measure_history",
     "relative_error",
+    "second_moment",
 ]

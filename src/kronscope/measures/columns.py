@@ -164,6 +164,10 @@ class TruthColumns:
         wanted = now if needed <= now else 2 ** math.ceil(math.log2(needed))
         return columns if wanted == now else self.of(min(wanted, max(_MOST_COLUMNS, now)))
 
+    def most(self) -> Columns:
+        """As many as an estimate may have."""
+        return self.of(_MOST_COLUMNS)
+
     def of(self, count: int) -> Columns:
         """The best columns of a number: all where there are no more, else as few exact ones as leave least variance."""
         if count >= self._exact:

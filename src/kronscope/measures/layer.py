@@ -15,6 +15,7 @@ from kronscope.gradients.stream import GradientStream
 from kronscope.measures.batches import Batches
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.estimates import RandomColumns, checked
+from kronscope.measures.operators import Given
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Detail, Row
@@ -100,7 +101,9 @@ def layer_rows(
             return Estimate(math.nan, math.nan, silence)
         if isinstance(resampler, RandomColumns):
             return _from_columns(resampler, streams, approximation)
-        if resampler is None or (resampler.fixed_truth and approximation.fits_truth):
+        # an operator that is given does not vary with the labels that fits are drawn on
+        given = approximation.fits_truth or isinstance(approximation, Given)
+        if resampler is None or (resampler.fixed_truth and given):
             return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
         return _resampled(resampler, approximation, streams.batches)
 
@@ -161,6 +164,8 @@ def _drawn_fit(streams: LayerStreams) -> Resampler | OtherDraws:
 
 
 def _from_columns(columns: RandomColumns, streams: LayerStreams, approximation: Approximation) -> Estimate:
+    if isinstance(approximation, Given):
+        return columns.cosine_with(approximation.fit(streams.truth))
     if approximation.fits_truth or streams.fitted is streams.truth:
         return columns.cosine(approximation)
     fitted = streams.batches.of(streams.fitted) if approximation.uses_batches else streams.fitted

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from kronscope.approx import Approximation
+from kronscope.curvature import SecondMoment
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit
-from kronscope.measures.measurement import run
+from kronscope.measures.measurement import captured_layer, run
+from kronscope.measures.operators import OperatorSource
 from kronscope.measures.options import MeasureOptions
 from kronscope.measures.probes import Probes
 from kronscope.measures.results import Results
@@ -19,7 +21,7 @@ from kronscope.support.processes import find_processes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["measure", "measure_fits"]
+__all__ = ["measure", "measure_fits", "second_moment"]
 
 
 def measure(
@@ -47,6 +49,7 @@ def measure(
     max_columns: int | None = None,
     replacement: bool = True,
     backend: str = "auto",
+    operators: Mapping[str, OperatorSource] | None = None,
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> Results:
@@ -86,6 +89,8 @@ def measure(
             decides by the cost.
         replacement: Whether the batches of ``batch_size`` are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` (fast) or ``"func"`` (general).
+        operators: Operators to measure beside the fits, by the name of their rows: an optimizer, whose live operators
+            of the layers are taken (ours, or the second moments of torch's), or operators by layer.
         verbose: Print how each layer is captured and contracted, to standard error.
         distributed: With torch.distributed initialised, every process calls this with its own part of the data, and all
             get the answer for the whole. None infers that, False measures this process alone, a process group those
@@ -131,6 +136,7 @@ def measure(
             max_columns=max_columns,
             replacement=replacement,
             backend=backend,
+            operators={} if operators is None else operators,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)[0]
 
@@ -223,3 +229,69 @@ def measure_fits(
             backend=backend,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)
+
+
+def second_moment(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    layer: str,
+    truth: str = "gauss_newton",
+    *,
+    max_samples: int | None = None,
+    seed: int = 0,
+    forward: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    memory_budget: int | str | None = None,
+    max_columns: int | None = None,
+    backend: str = "auto",
+    progress: bool = True,
+    distributed: bool | ProcessGroup | None = None,
+) -> SecondMoment:
+    """Capture one layer's matrix, the truth that :func:`measure` compares with.
+
+    Its norm, trace, contractions and products with vectors are there without the matrix being formed, and
+    :func:`cosine` compares it with any operator. Where exact labels need too many columns, it is estimated from 256
+    columns of each sample, with a warning.
+
+    Args:
+        model: As for :func:`measure`, and so are all other arguments that are not listed here.
+        loss: The loss.
+        data: The data.
+        layer: The name of one layer, as in ``layers`` of :func:`measure`.
+        truth: ``"gauss_newton"`` or ``"empirical_fisher"``.
+        max_samples: Use only the first samples.
+        seed: Of the random columns of an estimate.
+        forward: ``(model, inputs) -> outputs``.
+        memory_budget: Bytes, or a text such as ``"2GiB"``; what does not fit is captured anew for every contraction.
+        max_columns: Estimate above this many backward passes per sample.
+        backend: ``"auto"``, ``"hooks"`` or ``"func"``.
+        progress: Show a progress bar on a terminal.
+        distributed: Whether the data is spread over processes.
+
+    Raises:
+        LayerError: the name stands for no layer, or for several.
+        KronscopeError: as :func:`measure` does.
+
+    >>> import kronscope as ks
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    >>> data = [(torch.randn(16, 4), torch.randint(3, (16,)))]
+    >>> H = ks.second_moment(model, nn.CrossEntropyLoss(), data, layer="0.weight", progress=False)
+    >>> H.shape, ks.cosine(H, ks.approx.get("optimal").fit(H.stream)) > 0.9
+    ((5, 4), True)
+    """
+    processes = find_processes(distributed)
+    processes.barrier("ks.second_moment")
+    with processes.failing_together():
+        options = MeasureOptions(
+            [Fit()],
+            layers=layer,
+            truth=truth,
+            max_samples=max_samples,
+            seed=seed,
+            forward=forward,
+            memory_budget=memory_budget,
+            max_columns=max_columns,
+            backend=backend,
+        )
+    return SecondMoment(captured_layer(model, loss, data, options, processes, progress=progress))

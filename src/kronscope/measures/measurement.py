@@ -6,7 +6,8 @@ import math
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from kronscope.approx import Approximation, get
 from kronscope.curvature import SecondMoment
-from kronscope.errors import MemoryBudgetError, ModelError, OptionError
+from kronscope.errors import LayerError, MemoryBudgetError, ModelError, OptionError
 from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.losses import read_loss
@@ -25,6 +26,7 @@ from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecke
 from kronscope.measures.estimates import RandomColumns
 from kronscope.measures.fits import Fit
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.operators import Given, given_operators
 from kronscope.measures.options import MeasureOptions
 from kronscope.measures.probes import Probes
 from kronscope.measures.processes import common_budget, same_model
@@ -53,7 +55,46 @@ def run(
         One result for each fit.
     """
     first = processes.rank == 0
-    budget = common_budget(options.memory_budget, processes)
+    measurement = Measurement(options, common_budget(options.memory_budget, processes), warns=first)
+    try:
+        with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
+            if verbose and first:
+                measurement.tell = sys.stderr.write
+            measurement.go(recorder, bar)
+    except KeyboardInterrupt:
+        measurement.partial = True
+    if measurement.partial:
+        return measurement.results()
+    # the numbers are equal already; so are the times now
+    return processes.on_rank_0(measurement.results)
+
+
+def captured_layer(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    options: MeasureOptions,
+    processes: Processes,
+    *,
+    progress: bool = True,
+) -> GradientStream:
+    """Capture the truth's atoms of the only layer the options ask for."""
+    measurement = Measurement(options, common_budget(options.memory_budget, processes), warns=processes.rank == 0)
+    with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
+        return measurement.capture_one(recorder, bar)
+
+
+@contextmanager
+def _recording(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    measurement: Measurement,
+    processes: Processes,
+    progress: bool,
+) -> Iterator[tuple[Recorder, Bar]]:
+    """Check everything, and give what records the gradients; random states are restored at the end."""
+    options, budget = measurement.options, measurement.budget
     with processes.failing_together():
         _check(model)
         specs = resolve_layers(model, options.layers)
@@ -63,13 +104,13 @@ def run(
             "layers": [(spec.name, spec.shape) for spec in specs],
             "loss": read_loss(loss),
         }
-    measurement = Measurement(options, budget, warns=first)
     states = RandomStates(generators_of(data))
     try:
-        with Bar(progress and first) as bar, same_model(processes, model, asked):
+        with Bar(progress and processes.rank == 0) as bar, same_model(processes, model, asked):
             was_training = any(module.training for module in model.modules())
             with processes.failing_together():
                 specs = measurement.leave_out(specs)
+                measurement.take_operators(model, specs)
             bar.begin("checking the data", 1)
             recorder = Recorder(
                 model,
@@ -88,17 +129,9 @@ def run(
             parameters = sum(parameter.numel() for parameter in model.parameters())
             with processes.failing_together():
                 measurement.begin(recorder, parameters, was_training)
-            if verbose and first:
-                measurement.tell = sys.stderr.write
-            measurement.go(recorder, bar)
-    except KeyboardInterrupt:
-        measurement.partial = True
+            yield recorder, bar
     finally:
         states.restore()
-    if measurement.partial:
-        return measurement.results()
-    # the numbers are equal already; so are the times now
-    return processes.on_rank_0(measurement.results)
 
 
 def _check(model: Any) -> None:
@@ -126,7 +159,7 @@ class FitRecord:
 
     @property
     def units(self) -> int:
-        """What the progress bar counts for each layer."""
+        """What the progress bar counts for each layer, apart from given operators."""
         return len(self.approximations) + len(self.fit.details)
 
 
@@ -145,6 +178,7 @@ class Measurement:
         self.options, self.budget, self.warns = options, budget, warns
         self.fits = [FitRecord(fit, fit.fitted, fit.probes(options.seed)) for fit in options.fits]
         self.columns = CallColumns(options, Columns(TRUTHS[options.truth]))
+        self.operators: dict[str, list[Given]] = {}
         self.facts: dict[str, Any] = {}
         self.notes: list[str] = []
         self.partial = False
@@ -161,6 +195,10 @@ class Measurement:
                 f"no layer fits the memory budget of {size_text(self.budget)}; raise memory_budget."
             )
         return kept
+
+    def take_operators(self, model: nn.Module, specs: Sequence[LayerSpec]) -> None:
+        """Look up the operators that are measured beside the fits, as they are now."""
+        self.operators = given_operators(self.options.operators, model, list(specs))
 
     def begin(self, recorder: Recorder, parameters: int, was_training: bool) -> None:
         """Write down how it is done, and decide what the truth is made of, if only to begin with."""
@@ -209,6 +247,22 @@ class Measurement:
                 more = self.choice.enough(columns, self._worst(name), self.options.accuracy)
                 pending.setdefault(more, []).append(name)
 
+    def capture_one(self, recorder: Recorder, bar: Bar) -> GradientStream:
+        """Capture the truth's atoms of a layer: exactly, or as well as an estimate can."""
+        names = [spec.name for spec in recorder.specs]
+        if len(names) != 1:
+            raise LayerError(f"one layer is wanted, but {self.options.layers!r} stands for {', '.join(names)}.")
+        columns = self.columns.truth
+        if columns.mixed:
+            columns = self.choice.most()
+            made_of = f"{columns.fixed} exact and {columns.draws} random columns"
+            self._say([f"{recorder.exact_columns} exact columns per sample are too many: estimated from {made_of}"])
+        size = columns.plan(recorder)[0].bytes * recorder.most_samples
+        bar.begin("gradients of one layer", recorder.own_samples)
+        stream = columns.streams(recorder, names, cache=2 * size <= self.budget)[names[0]]
+        stream.keep_bytes = self.budget // 2
+        return stream
+
     def _measure_layers(self, recorder: Recorder, layers: list[str], bar: Bar) -> list[str]:
         """Measure group by group of layers that share a sweep; return those that need more columns."""
         wanted, again = self.columns.all(), []
@@ -221,7 +275,7 @@ class Measurement:
             sizes[plan.name] = sizes.get(plan.name, 0) + plan.bytes
         for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
             captured = self._capture(recorder, wanted, names, bar, cache=cache)
-            bar.begin("measuring", len(names) * sum(record.units for record in self.fits))
+            bar.begin("measuring", len(names) * sum(record.units + len(self.options.operators) for record in self.fits))
             for name in names:
                 self._measure_layer(name, {each: streams.pop(name) for each, streams in captured.items()}, bar)
                 if truth.mixed and self.choice.enough(truth, self._worst(name), self.options.accuracy) != truth:
@@ -274,8 +328,9 @@ class Measurement:
 
     def _measure_fit(self, streams: LayerStreams, condition: Condition, record: FitRecord, bar: Bar) -> None:
         rows = record.rows[condition.layer] = []
+        beside = self.operators.get(condition.layer, ())
         # one by one: an interrupt keeps those that are done
-        for row in layer_rows(streams, condition, record.approximations, probes=record.probes):
+        for row in layer_rows(streams, condition, [*record.approximations, *beside], probes=record.probes):
             rows.append(row)
             bar.step()
         curves = record.curves[condition.layer] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from kronscope.gradients.capture import BACKENDS
 from kronscope.measures.budget import parse_budget
 from kronscope.measures.columns import TRUTHS
 from kronscope.measures.fits import Fit
+from kronscope.measures.operators import OperatorSource, check_operators
 from kronscope.support.checks import count, one_of, whole
 
 __all__ = ["MeasureOptions"]
@@ -55,6 +56,7 @@ class MeasureOptions:
     max_columns: int | None = None
     replacement: bool = True
     backend: str = "auto"
+    operators: Mapping[str, OperatorSource] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values, and make whole numbers of other libraries ints."""
@@ -68,8 +70,9 @@ class MeasureOptions:
         for name in ("draws", "spectrum_rank", "max_samples", "max_columns"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, count(name, getattr(self, name)))
-        for fit in self.fits:
-            _ = fit.fitted  # names that do not exist are refused here, before any work
+        # names that do not exist are refused here, before any work
+        names = {approximation.name for fit in self.fits for approximation in fit.fitted}
+        check_operators(self.operators, names)
         if self.population and all(fit.probes(self.seed) is not None for fit in self.fits):
             raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
         accuracy: Any = self.accuracy
@@ -88,7 +91,8 @@ class MeasureOptions:
         return {name: value for name, value in asked.items() if name not in _NOT_IN_RESULTS}
 
     def _common(self) -> dict[str, Any]:
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "fits"}
+        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "fits"}
+        plain["operators"] = list(self.operators)
         if self.forward is not None:
             plain["forward"] = getattr(self.forward, "__qualname__", type(self.forward).__name__)
         return plain
