@@ -68,7 +68,7 @@ lint: $(VENV)/.installed-dev  ## formatting, lint, types, import layers
 
 pytest: $(VENV)/.installed-dev  ## tests, doctests, code blocks of README and docs; ARGS="-k name" selects
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 $(IVENV)/.installed: pyproject.toml constraints.txt constraints-integrations.txt
 	@echo "== creating $(IVENV) and installing the frameworks into it (the first time takes minutes)"

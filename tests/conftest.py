@@ -26,6 +26,26 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=1000,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
 
 
+# Tests that start several processes of their own: one worker of a parallel run takes them all, so that their pools
+# do not run beside each other.
+_WITH_PROCESSES = ("tests/optim/parallel/", "tests/distributed/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Deal out single tests, but those with processes of their own to one worker.
+
+    (The mark ``xdist_group`` would say the same, but does nothing with pytest 9.2 and pytest-xdist 3.8.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if nodeid.startswith(_WITH_PROCESSES) else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_clean() -> Iterator[None]:
     """Seed torch before every test, and fail a test that leaves torch's global settings changed."""
