@@ -18,7 +18,7 @@ PRINTS = {
     "custom_approximation": "adafactor keeps the promises of an approximation",
     "history_adagrad": "Cosine with Adagrad's matrix",
     "measure_digits": "wrote",
-    "measure_transformer": "label draws per sample",
+    "measure_transformer": "random columns",
 }
 
 

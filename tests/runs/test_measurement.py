@@ -20,6 +20,8 @@ _RESULTS = ks.Results([ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "ex
 _FILES = {"results.json", "figure.png", "figure.pdf", "report.html"}
 _KILLED = """
 import os, signal, sys
+import torch
+torch.set_num_threads(1)  # as in the tests: a run that goes on under another number says so
 from kronscope import figures
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
