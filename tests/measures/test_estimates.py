@@ -186,8 +186,8 @@ def test_curves_of_an_estimated_truth_answer_as_the_rows_do() -> None:
     curve = results.details[0]
     by_power = dict(zip(curve.series("exponent"), curve.series("cosine"), strict=True))
     rows = {row.approximation: row.cosine for row in results}
-    assert by_power[1.0] == pytest.approx(rows["shampoo2"], abs=1e-9)
-    assert by_power[0.5] == pytest.approx(rows["shampoo"], abs=1e-9)
+    assert by_power[1.0] == pytest.approx(rows["shampoo2"], abs=1e-6)  # float32 products
+    assert by_power[0.5] == pytest.approx(rows["shampoo"], abs=1e-6)
 
 
 def test_real_labels_are_compared_with_an_estimated_truth_without_its_bias() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 
-__all__ = ["assembled_kernels", "factor_kernels", "pair_squares"]
+__all__ = ["assembled_kernels", "factor_kernels", "pair_squares", "safe_in_float32"]
 
 # Entries of the largest intermediate of one tile (doubles: 256 MB).
 _TILE_ENTRIES = 32 << 20
@@ -96,7 +96,7 @@ def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
     parts: list[FactoredAtoms] = []
     # float32 products round at 1e-7 of the samples' norms, which averages out over as many pairs as make them worth it
     count = sum(len(chunk.weights) * chunk.columns for chunk in chunks)
-    large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(_safe_in_float32, chunks))
+    large = count * count * max(chunks[0].shape) > _LARGE_KERNEL and all(map(safe_in_float32, chunks))
     for chunk in chunks:
         assert isinstance(chunk, FactoredAtoms)
         step = max(1, 1024 // max(chunk.columns, 1))
@@ -119,9 +119,9 @@ def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
     return rows, cols, weights
 
 
-def _safe_in_float32(atoms: Atoms) -> bool:
-    """Whether inner products of the factors stay well inside float32's range."""
-    if not isinstance(atoms, FactoredAtoms):
+def safe_in_float32(atoms: Atoms) -> bool:
+    """Whether the factors are float32 and their inner products stay well inside its range."""
+    if not isinstance(atoms, FactoredAtoms) or atoms.row_factors.dtype != torch.float32:
         return False
     sizes = [float(factor.abs().amax()) for factor in (atoms.row_factors, atoms.col_factors) if factor.numel()]
     return all(1e-12 < size < 1e12 for size in sizes)

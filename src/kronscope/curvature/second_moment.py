@@ -14,7 +14,7 @@ from kronscope.curvature.chunk_pairs import over_pairs
 from kronscope.curvature.chunks import FORMED, bounded, chunks_from, formed, own_gram, rotated_squares
 from kronscope.curvature.columns import column_forms, column_pair_sums
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
-from kronscope.curvature.pairs import assembled_kernels, pair_squares
+from kronscope.curvature.pairs import assembled_kernels, pair_squares, safe_in_float32
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -417,10 +417,12 @@ class SecondMoment:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
         for atoms in self._chunks():
             for part in bounded(atoms):
-                wide = part.wide()
+                # where columns are random, rounding at 1e-7 is nothing beside them
+                wide = part if self.stream.random_columns and safe_in_float32(part) else part.wide()
                 if isinstance(wide, FactoredAtoms):
                     sides = wide.row_factors, wide.col_factors
-                    gram = factored_gram(sides[mode], sides[1 - mode], wide.weights, other)
+                    middle = None if other is None else other.to(sides[0].dtype)
+                    gram = factored_gram(sides[mode], sides[1 - mode], wide.weights, middle)
                 else:
                     weights = wide.weights.repeat_interleave(wide.columns)
                     gram = mode_gram(wide.grads.flatten(0, 1), weights, mode, other)

@@ -79,7 +79,7 @@ class RandomColumns:
             approximation = replace(approximation, tolerance=max(approximation.tolerance, _OPTIMAL_TOLERANCE))
         operator = approximation.fit(self.truth)
         whole = self._plain(self._moment, operator)
-        parts = [self._plain(SecondMoment(half), approximation.fit(half)) for half in self._cut()]
+        parts = [self._plain(SecondMoment(half), _refit(approximation, half, operator)) for half in self._cut()]
         correction = whole - sum(parts) / len(parts)
         inexact = _OPTIMAL_TOLERANCE**2 if isinstance(approximation, Optimal) else 0.0
         if knows_influence(approximation, self.truth):
@@ -161,6 +161,13 @@ class RandomColumns:
             values.append(SecondMoment(part).inner(operator) / size if size > 0 else math.nan)
         spread = torch.tensor(values, dtype=torch.float64)
         return math.sqrt((groups - 1) / groups * float(((spread - spread.mean()) ** 2).sum())) * _widened(groups - 1)
+
+
+def _refit(approximation: Approximation, half: GradientStream, whole: Operator) -> Operator:
+    """Fit a half; an optimum is searched from that of the whole, which is near."""
+    if isinstance(approximation, Optimal) and isinstance(whole, KroneckerProduct):
+        return approximation.solve(half, start=whole.right.matrix).operator
+    return approximation.fit(half)
 
 
 def _widened(freedom: float) -> float:
