@@ -10,7 +10,7 @@ __all__ = ["callers_level", "is_called_from"]
 def callers_level() -> int:
     """Return the ``stacklevel`` with which a warning is shown at the line that called into torch and kronscope."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "kronscope"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     return level
 
