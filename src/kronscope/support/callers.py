@@ -7,6 +7,10 @@ import sys
 __all__ = ["callers_level", "is_called_from"]
 
 
+# Our functions, and what they are called through: contextlib where one is a context manager.
+_OURS = ("torch", "kronscope", "contextlib")
+
+
 def callers_level() -> int:
     """Return the ``stacklevel`` with which a warning is shown at the line that called into torch and kronscope."""
     level, frame = 1, sys._getframe(1)
