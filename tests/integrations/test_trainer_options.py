@@ -78,7 +78,7 @@ def test_a_compiled_model_trains_as_a_plain_one(trainer_runs: ModuleType, tmp_pa
 
 
 def test_layers_that_thaw_during_a_run_train_and_resume(trainer_runs: ModuleType, tmp_path: Path) -> None:
-    """Frozen when the optimizer is made, thawed at step 2, saved at step 3."""
+    """Frozen for the first step, after the optimizer was made; thawed at step 2, saved at step 3."""
     from transformers import TrainerCallback
 
     class Thaw(TrainerCallback):  # type: ignore[misc]

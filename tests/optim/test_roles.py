@@ -276,3 +276,20 @@ def test_a_sequence_says_nothing_of_its_tables_so_their_shape_does():
     with pytest.warns(UserWarning, match="32000 x 512"):
         found = plan(Shampoo([("0.weight", meta(32000, 512)), ("1.weight", meta(512, 512))]))
     assert found["0.weight"] == "AdamW (shaped like an embedding or head)"
+
+
+@pytest.mark.parametrize("route", [lambda model: model, lambda model: model.named_parameters()])
+def test_layers_that_thaw_train(route: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = Shampoo(route(model), lr=1e-2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for thawed in (False, True):
+        model[0].requires_grad_(thawed)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+        moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+        assert moved == [thawed, thawed, True, True, True, True]
