@@ -112,3 +112,13 @@ def test_checkpoints_hold_tensors_only(trainer_runs: ModuleType, tmp_path: Path)
     state = torch.load(saved / "optimizer.pt", weights_only=True)
     assert state["param_groups"]
     assert json.loads((saved / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == trainer_runs.SAVED
+
+
+@pytest.mark.filterwarnings("default")
+def test_metrics_of_another_optimizer_are_a_warning_and_not_the_end(trainer_runs: ModuleType, tmp_path: Path) -> None:
+    running = trainer_runs.trainer(str(tmp_path), "kl", logging_steps=1)
+    running.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": 1e-3})
+    ks.integrations.transformers.log_metrics(running)
+    with pytest.warns(UserWarning, match="no metrics are logged"):
+        running.train()
+    assert running.state.global_step == trainer_runs.STEPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from kronscope.errors import OptionError
 from kronscope.integrations.wrapped import last_metrics
 from kronscope.optim import param_groups
 from kronscope.optim.base import KroneckerOptimizer
+from kronscope.support.callers import callers_level
 
 __all__ = ["MetricsCallback", "log_metrics", "optimizer"]
 
@@ -49,12 +52,15 @@ def optimizer(
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any where transformers is not analysed
     """Passes the optimizer's metrics to a logger whenever Trainer logs its training loss; on the first process only.
 
+    With an optimizer that is not ours there is nothing to log: the callback warns once, and training goes on.
+
     Args:
         log: A callable ``(step, {name: float})``, for example one of ``ks.integrations.loggers``.
     """
 
     def __init__(self, log: Callable[[int, Mapping[str, float]], object]) -> None:
         self._log = log
+        self._warned = False
 
     def on_log(
         self,
@@ -66,8 +72,16 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any whe
         **kwargs: Any,
     ) -> None:
         """Log after a training record; evaluation's and our own have no ``loss``."""
-        if state.is_world_process_zero and "loss" in (logs or {}):
-            self._log(state.global_step, last_metrics(optimizer))
+        if not state.is_world_process_zero or "loss" not in (logs or {}):
+            return
+        try:
+            values = last_metrics(optimizer)
+        except OptionError as error:
+            if not self._warned:
+                warnings.warn(f"no metrics are logged: {error}", stacklevel=callers_level())
+            self._warned = True
+            return
+        self._log(state.global_step, values)
 
 
 def log_metrics(trainer: Trainer) -> MetricsCallback:
