@@ -208,3 +208,10 @@ def test_what_cannot_be_a_cosine_is_not_reported_as_one(value: float, stderr: fl
 
 def test_an_estimate_just_above_one_is_one() -> None:
     assert checked(1.001, 0.01).value == 1.0
+
+
+def test_a_remainder_next_to_nothing_is_an_error_bar_next_to_nothing() -> None:
+    """Of a very confident model the variances may be so small that their squares are zero."""
+    columns = RandomColumns(recorder(1, 20, 1.0).streams("mixed", draws=6, seed=0)["inner.weight"])
+    columns._random_sums.zero_()
+    assert 0 < columns._stderr(1.0, 1e-95 * torch.randn(10, 6, dtype=torch.float64)) < 1e-90

@@ -142,8 +142,8 @@ class RandomColumns:
         total = float(variances.sum())
         if total == 0:
             return 0.0
-        # the degrees of freedom of a sum of variances (Welch and Satterthwaite)
-        freedom = total**2 / float((variances.square() / (count - 1)).sum())
+        # the degrees of freedom of a sum of variances (Welch and Satterthwaite), of shares that do not underflow
+        freedom = (count - 1) / float((variances / total).square().sum())
         return math.sqrt(total) * _widened(freedom)
 
     def _by_leaving_out(self, fit: Callable[[GradientStream], Operator]) -> float:
