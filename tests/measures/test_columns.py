@@ -13,13 +13,13 @@ import kronscope as ks
 from kronscope.errors import OptionError
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.measures import Results
-from kronscope.measures.columns import CallColumns, Columns, TruthColumns
+from kronscope.measures.columns import CallColumns, ColumnRequest, TruthColumns
 from kronscope.measures.options import MeasureOptions
 
-EXACT, REAL, MIXED = Columns("exact"), Columns("real"), Columns("mixed", 8, 3, 2)
+EXACT, REAL, MIXED = ColumnRequest("exact"), ColumnRequest("real"), ColumnRequest("mixed", 8, 3, 2)
 
 
-def call(truth: Columns, *labels: str | None, **options: Any) -> CallColumns:
+def call(truth: ColumnRequest, *labels: str | None, **options: Any) -> CallColumns:
     name = "empirical_fisher" if truth == REAL else "gauss_newton"
     fits = [ks.Fit(each, 4, ["shampoo2"]) for each in labels]
     return CallColumns(MeasureOptions(fits, truth=name, seed=3, **options), truth)
@@ -31,17 +31,19 @@ def call(truth: Columns, *labels: str | None, **options: Any) -> CallColumns:
         (EXACT, None, EXACT, None),
         (EXACT, "exact", EXACT, None),
         (EXACT, "real", REAL, None),
-        (EXACT, "sampled", Columns("sampled", 7, 4), "drawn fit"),
+        (EXACT, "sampled", ColumnRequest("sampled", 7, 4), "drawn fit"),
         (REAL, None, REAL, None),
         (REAL, "exact", EXACT, None),
-        (REAL, "sampled", Columns("sampled", 7, 4), "drawn fit"),
+        (REAL, "sampled", ColumnRequest("sampled", 7, 4), "drawn fit"),
         (MIXED, None, MIXED, "columns"),
         (MIXED, "exact", MIXED, "columns"),
-        (MIXED, "sampled", Columns("sampled", 7, 4), "columns"),
+        (MIXED, "sampled", ColumnRequest("sampled", 7, 4), "columns"),
         (MIXED, "real", REAL, "columns"),
     ],
 )
-def test_what_a_fit_is_made_of(truth: Columns, labels: str | None, fitted: Columns, resample: str | None) -> None:
+def test_what_a_fit_is_made_of(
+    truth: ColumnRequest, labels: str | None, fitted: ColumnRequest, resample: str | None
+) -> None:
     columns = call(truth, labels, draws=7)
     fit = columns.of(columns.options.fits[0])
     shown = "sampled" if fitted == MIXED else fitted.labels
@@ -54,9 +56,9 @@ def test_what_a_fit_is_made_of(truth: Columns, labels: str | None, fitted: Colum
 
 def test_everything_is_captured_once_and_the_truth_first() -> None:
     few = call(EXACT, "sampled", "real", None, "sampled", "real", draws=2)
-    assert few.all() == [EXACT, REAL, Columns("sampled", 2, 4), Columns("sampled", 2, 5)]
-    assert call(EXACT, "sampled", draws=5).all() == [EXACT, Columns("sampled", 5, 4)]
-    assert call(MIXED, "sampled", "exact", None, draws=5).all() == [MIXED, Columns("sampled", 5, 4)]
+    assert few.all() == [EXACT, REAL, ColumnRequest("sampled", 2, 4), ColumnRequest("sampled", 2, 5)]
+    assert call(EXACT, "sampled", draws=5).all() == [EXACT, ColumnRequest("sampled", 5, 4)]
+    assert call(MIXED, "sampled", "exact", None, draws=5).all() == [MIXED, ColumnRequest("sampled", 5, 4)]
 
 
 def recorder(classes: int, confident: float) -> Recorder:

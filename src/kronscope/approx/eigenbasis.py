@@ -20,10 +20,17 @@ __all__ = ["Caspr", "Soap"]
 class Soap:
     r"""SOAP: Adam's second moment in Shampoo's eigenbasis.
 
-    .. math:: K = Q \operatorname{diag}(\Lambda) Q^\top, \quad Q = Q_L \otimes Q_R, \quad
-              \Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2 ,
+    With the eigenvectors :math:`Q_L, Q_R` of Shampoo's factors,
 
-    the best fit of all operators that are diagonal in that basis.
+    .. math:: K = Q \operatorname{diag}(\Lambda) Q^\top, \quad Q = Q_L \otimes Q_R, \quad
+              \Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2 .
+
+    No other operator that is diagonal in this basis is closer to H.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("soap").fit(stream)), 3)
+    0.913
     """
 
     name: ClassVar[str] = "soap"
@@ -40,11 +47,18 @@ class Soap:
 @register
 @dataclass(frozen=True)
 class Caspr:
-    r"""CASPR: the Kronecker sum of the two one-sided roots, combined.
+    r"""CASPR: the two one-sided preconditioners averaged, then inverted.
 
-    .. math:: \kappa_{ij} = \Big(\tfrac12 \big(\lambda_i^{-1/4} + \mu_j^{-1/4}\big)\Big)^{-4}
+    In Shampoo's eigenbasis, with the eigenvalues :math:`\lambda_i` of L and :math:`\mu_j` of R, K has the eigenvalues
 
-    in Shampoo's eigenbasis, with the eigenvalues of L and R; zero where either is zero.
+    .. math:: \kappa_{ij} = \Big(\tfrac12 \big(\lambda_i^{-1/4} + \mu_j^{-1/4}\big)\Big)^{-4} ,
+
+    which are zero where :math:`\lambda_i` or :math:`\mu_j` is zero.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("caspr").fit(stream)), 3)
+    0.902
     """
 
     name: ClassVar[str] = "caspr"

@@ -18,15 +18,29 @@ __all__ = ["Approximation", "all_approximations", "get", "names", "options_of", 
 
 
 class Approximation(Protocol):
-    """What fits an operator to a gradient stream.
+    """Anything that can fit an operator to a gradient stream; your own class needs ``name``, ``title`` and ``fit``.
 
     Attributes:
-        name: The name it is registered and reported under.
+        name: The name it is registered under, and that rows of results have.
         title: The name people read in legends and tables.
         kronecker: Whether the fit is a single Kronecker product.
-        fits_truth: Whether it is always fitted on the truth, as the bound the others are compared with.
-        uses_batches: Whether the batch size of the fit means anything to it.
-        in_shampoo_basis: Whether it is diagonal in the eigenbasis of Shampoo's factors, which several then share.
+        fits_truth: Whether it is always fitted on the truth itself, as the bound for the others is.
+        uses_batches: Whether the batch size it is fitted with makes a difference to it.
+        in_shampoo_basis: Whether it is diagonal in the eigenbasis of Shampoo's factors. Approximations that are share
+            one decomposition.
+
+    >>> from dataclasses import dataclass
+    >>> import torch, kronscope as ks
+    >>> @dataclass(frozen=True)
+    ... class Traces:
+    ...     name = "traces"
+    ...     title = "Multiple of the identity"
+    ...     def fit(self, stream):
+    ...         m, n = stream.shape
+    ...         return ks.kron.Identity((m, n), ks.SecondMoment(stream).trace() / (m * n))
+    >>> stream = ks.GradientStream.from_tensors(torch.ones(4, 2, 3))
+    >>> round(ks.cosine(ks.SecondMoment(stream), Traces().fit(stream)), 3)
+    0.408
     """
 
     name: ClassVar[str]
@@ -37,7 +51,14 @@ class Approximation(Protocol):
     in_shampoo_basis: ClassVar[bool]
 
     def fit(self, stream: GradientStream) -> Operator:
-        """Fit the operator to the stream's second moment."""
+        """Fit the operator to the stream's second moment.
+
+        Args:
+            stream: The gradients.
+
+        Returns:
+            An operator of the stream's shape.
+        """
         ...
 
 
@@ -46,10 +67,26 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def register(cls: _Class) -> _Class:
-    """Register an approximation class under its ``name``; a class decorator.
+    """Register an approximation class under its ``name``, so that it can be asked for by that name; a class decorator.
+
+    Args:
+        cls: A frozen dataclass with the members of :class:`Approximation`; its fields, if any, have defaults.
+
+    Returns:
+        The class itself.
 
     Raises:
         OptionError: another class has the name already.
+
+    >>> from dataclasses import dataclass
+    >>> try:
+    ...     @register
+    ...     @dataclass(frozen=True)
+    ...     class Mine:
+    ...         name = "shampoo2"
+    ... except OptionError as error:
+    ...     print(error)
+    an approximation named 'shampoo2' exists already (Shampoo2); pick another name.
     """
     known = _REGISTRY.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
@@ -62,12 +99,26 @@ def register(cls: _Class) -> _Class:
 
 
 def names() -> tuple[str, ...]:
-    """Return the registered names, in the order of the docs' table."""
+    """List the registered names, in the order of the table in the documentation.
+
+    Returns:
+        The names.
+
+    >>> names()[:4]
+    ('optimal', 'optimal-paper', 'kronecker-sum', 'shampoo2')
+    """
     return tuple(_REGISTRY)
 
 
 def get(name: str | Approximation, **options: Any) -> Approximation:
-    """Return an approximation by name, with options of its own, or the given object itself.
+    """Make an approximation from its name.
+
+    Args:
+        name: A registered name; an object that is an approximation already is returned as it is.
+        options: Fields of the approximation, such as ``rank`` or ``exponent``.
+
+    Returns:
+        The approximation; its ``fit(stream)`` gives an operator.
 
     Raises:
         OptionError: no such name or option; the message lists what exists.
@@ -105,7 +156,13 @@ def _set_flags(cls: type[Any]) -> None:
 
 
 def options_of(approximation: Approximation) -> str:
-    """Return the options of an approximation that are not at their defaults, as text; empty for none.
+    """Write the options of an approximation that are not at their defaults as text.
+
+    Args:
+        approximation: The approximation.
+
+    Returns:
+        Text such as ``"rank=3"``; empty if all are at their defaults.
 
     >>> options_of(get("kronecker-sum", rank=3)), options_of(get("kronecker-sum"))
     ('rank=3', '')
@@ -128,10 +185,19 @@ def _text(value: object) -> str:
 
 
 def several(approximations: Sequence[str | Approximation] | str | Approximation) -> tuple[Approximation, ...]:
-    """Return approximations by name or object, each name once, so that a name stands for one fit in a call.
+    """Make approximations from names and objects, and check that no name occurs twice.
+
+    Args:
+        approximations: Names or objects.
+
+    Returns:
+        The approximations, in the order given.
 
     Raises:
         OptionError: none is given, or two have one name.
+
+    >>> [item.title for item in several(["optimal", "shampoo2"])]
+    ['Optimal Kronecker', 'Shampoo²']
     """
     given = approximations if isinstance(approximations, Sequence) else (approximations,)
     found = tuple(get(item) for item in ((given,) if isinstance(given, str) else given))
@@ -146,5 +212,12 @@ def several(approximations: Sequence[str | Approximation] | str | Approximation)
 
 
 def all_approximations() -> tuple[Approximation, ...]:
-    """Return one of each, with default options."""
+    """Make one of each registered approximation, with default options.
+
+    Returns:
+        The approximations, in the order of :func:`names`.
+
+    >>> [item.name for item in all_approximations() if item.fits_truth]
+    ['optimal', 'optimal-paper', 'kronecker-sum']
+    """
     return tuple(get(name) for name in _REGISTRY)

@@ -16,13 +16,18 @@ __all__ = ["Shampoo"]
 @register
 @dataclass(frozen=True)
 class Shampoo:
-    r"""The original approximation, :math:`K = L^{1/2} \otimes R^{1/2}`.
+    r"""The original Shampoo, :math:`K = L^{1/2} \otimes R^{1/2}`.
 
-    With gradients of rank at most r, :math:`H \preceq r\,K` (Lemmas 2 and 3 of the paper). ``exponent`` generalises it
-    to :math:`L^p \otimes R^p`.
+    With :math:`L = \sum w\, G G^\top` and :math:`R = \sum w\, G^\top G`. If no gradient has a rank above r, then
+    :math:`H \preceq r\,K` (Lemmas 2 and 3 of the paper). ``exponent`` generalises it to :math:`L^p \otimes R^p`.
 
     Attributes:
         exponent: The power p of each factor; ½ is Shampoo.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("shampoo").fit(stream)), 3)
+    0.902
     """
 
     name: ClassVar[str] = "shampoo"

@@ -18,7 +18,15 @@ __all__ = ["DiagonalFit", "IdentityFit", "OneSided"]
 @register
 @dataclass(frozen=True)
 class OneSided:
-    r"""One-sided Shampoo: :math:`L \otimes I/n` when m ≤ n, else :math:`I \otimes R/m`; it keeps the small factor."""
+    r"""One-sided Shampoo, which keeps only the smaller of the two factors.
+
+    .. math:: K = L \otimes I/n \;\text{ if } m \le n, \qquad K = I \otimes R/m \;\text{ otherwise.}
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("one-sided").fit(stream)), 3)
+    0.893
+    """
 
     name: ClassVar[str] = "one-sided"
     title: ClassVar[str] = "One-sided"
@@ -38,7 +46,13 @@ class OneSided:
 @register
 @dataclass(frozen=True)
 class DiagonalFit:
-    r"""The diagonal of H, :math:`\sum w\, G \circ G`, as Adagrad and Adam keep it."""
+    r"""The diagonal of H, :math:`\sum w\, G \circ G`, as Adagrad and Adam keep it.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("diagonal").fit(stream)), 3)
+    0.912
+    """
 
     name: ClassVar[str] = "diagonal"
     title: ClassVar[str] = "Diagonal"
@@ -51,7 +65,13 @@ class DiagonalFit:
 @register
 @dataclass(frozen=True)
 class IdentityFit:
-    r"""The multiple of the identity closest to H, :math:`\operatorname{tr}(H)/(mn)\, I`."""
+    r"""The multiple of the identity closest to H, :math:`\operatorname{tr}(H)/(mn)\, I`.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> round(ks.cosine(ks.SecondMoment(stream), ks.approx.get("identity").fit(stream)), 3)
+    0.883
+    """
 
     name: ClassVar[str] = "identity"
     title: ClassVar[str] = "Identity"

@@ -31,7 +31,9 @@ _FLOOR = 1e-13
 
 @dataclass(frozen=True)
 class SingularTriples:
-    r"""Leading singular triples of :math:`\hat H`, largest first: fewer than asked for where its rank is lower.
+    r"""The largest singular triples of :math:`\hat H`, in descending order.
+
+    There are fewer than asked for where the rank of :math:`\hat H` is lower.
 
     Attributes:
         sigma: Singular values (k,).
@@ -39,6 +41,12 @@ class SingularTriples:
         right: Matrices :math:`V_i` (k, n, n), unit Frobenius norm, with trace not negative.
         residual: Largest :math:`\|\hat H^\top \operatorname{vec} U_i - \sigma_i \operatorname{vec} V_i\| / \sigma_1`.
         rounds: Rounds of power iteration (one contraction on each side) spent, the certifying one included.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> triples = ks.approx.singular_triples(ks.SecondMoment(stream), 2, tolerance=1e-8, max_rounds=200)
+    >>> triples.left.shape, triples.right.shape
+    (torch.Size([2, 3, 3]), torch.Size([2, 4, 4]))
     """
 
     sigma: Tensor
@@ -70,16 +78,28 @@ def singular_triples(
 ) -> SingularTriples:
     r"""Find the ``rank`` largest singular triples of :math:`\hat H`, or all that are not zero.
 
+    :math:`\hat H = \sum w\, G \otimes G` is H rearranged so that a Kronecker product becomes a matrix of rank one; its
+    triples give the best approximations of H by sums of Kronecker products.
+
     Args:
         moment: The matrix H.
-        rank: How many.
+        rank: How many triples to find.
         tolerance: Residual, relative to the largest singular value, at which to stop.
         max_rounds: Rounds after which not having converged is an error.
-        symmetric_only: Leave out pairs of antisymmetric factors (they cannot be among the first).
+        symmetric_only: Leave out pairs of antisymmetric factors; the first triple is never one of them.
         start: A right factor (n, n) to start from instead of the identity.
+
+    Returns:
+        Singular values and factors, the largest residual among them, and the number of rounds.
 
     Raises:
         ConvergenceError: the tolerance was not reached.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> triples = singular_triples(ks.SecondMoment(stream), 3, tolerance=1e-8, max_rounds=200)
+    >>> triples.sigma.numpy().round(3).tolist()
+    [3.689, 0.828, 0.823]
     """
     kernels = moment.kernels()
     if moment.trace() == 0:

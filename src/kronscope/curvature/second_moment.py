@@ -42,11 +42,12 @@ _T = TypeVar("_T")
 class SecondMoment:
     r"""The matrix :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top` of a stream.
 
-    It is never formed (except by :meth:`to_dense`). Contractions are exact, accumulated in float64, and remembered on
-    the stream, so that asking twice costs once.
+    With the gradients of a model it is the Gauss–Newton matrix or the empirical Fisher matrix, with those of a training
+    run Adagrad's matrix. It is never formed (except by :meth:`to_dense`): sums over gradients are exact, computed in
+    float64, and remembered, so that asking twice costs once.
 
     Args:
-        stream: The atoms.
+        stream: The gradients.
 
     >>> H = SecondMoment(GradientStream.from_tensors(torch.eye(2, dtype=torch.float64).view(2, 1, 2)))
     >>> H.norm(), H.trace()
@@ -64,7 +65,7 @@ class SecondMoment:
     # ------------------------------------------------------------------ scalars
 
     def trace(self) -> float:
-        r"""Trace, :math:`\sum w \|G\|_F^2`."""
+        r"""Return the trace, :math:`\sum w \|G\|_F^2`."""
 
         def compute() -> float:
             # the trace of either factor; the smaller one is the cheaper
@@ -73,11 +74,11 @@ class SecondMoment:
         return self._once("trace", compute)
 
     def norm(self) -> float:
-        r"""Frobenius norm, :math:`\|H\|_F^2 = \sum_{ij} w_i w_j \sum_{cd}\langle G_{ic}, G_{jd}\rangle^2`."""
+        r"""Return the norm: :math:`\|H\|_F^2 = \sum_{ij} w_i w_j \sum_{cd}\langle G_{ic}, G_{jd}\rangle^2`."""
         return math.sqrt(max(self.norm_squared(), 0.0))
 
     def norm_squared(self) -> float:
-        """Square of the Frobenius norm; where some columns are random, an unbiased estimate of it."""
+        """Return the square of the Frobenius norm; where some columns are random, an unbiased estimate of it."""
 
         def compute() -> float:
             if self.stream.known.norm_squared is not None:
@@ -208,7 +209,7 @@ class SecondMoment:
         return self._once("factors", lambda: (PsdFactor(self._contract(0, None)), PsdFactor(self._contract(1, None))))
 
     def matvec(self, V: Tensor) -> Tensor:
-        r"""Return :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
+        r"""Return H times a vector, both as matrices: :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
         if V.shape[-2:] != self.shape:
             raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
         flat = V.reshape(-1, self.shape[0] * self.shape[1]).double()
@@ -261,7 +262,7 @@ class SecondMoment:
         return self._once(("table", id(left), id(right)), compute)[0].clone()
 
     def inner(self, op: Operator) -> float:
-        r"""Frobenius inner product :math:`\langle H, K\rangle = \sum w \langle G, K(G)\rangle` with an operator."""
+        r"""Return the inner product with an operator, :math:`\langle H, K\rangle_F = \sum w \langle G, K(G)\rangle`."""
         if op.shape != self.shape:
             raise ShapeError(f"H acts on {self.shape} matrices, the operator on {op.shape}.")
         if isinstance(op, Identity):
@@ -290,7 +291,7 @@ class SecondMoment:
         return float(self._summed(local, ()))
 
     def to_dense(self) -> Tensor:
-        """Return the mn x mn matrix.
+        """Return the whole mn x mn matrix.
 
         Raises:
             MemoryBudgetError: it would take more than 8 GiB.
@@ -311,7 +312,7 @@ class SecondMoment:
         return self._summed(local, (size, size))
 
     def reweighted(self, weights: Tensor) -> SecondMoment:
-        """Return the matrix of the same atoms with other weights (N,), keeping what does not depend on weights."""
+        """Return the matrix of the same gradients with other weights (N,); what does not depend on weights is kept."""
         other = SecondMoment(self.stream.reweighted(weights))
         if "plan" in self.stream.memo:
             other.stream.memo["plan"] = self.stream.memo["plan"]
@@ -330,11 +331,11 @@ class SecondMoment:
     # ------------------------------------------------------------------ how it is done
 
     def kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        r"""Return (row kernel, column kernel, weights) over samples when every atom is :math:`b_{ic} a_i^\top`.
+        r"""Return (row kernel, column kernel, weights) over samples if each gradient is a :math:`b_{ic} a_i^\top`.
 
-        With them the norm is :math:`w^\top (K_B \circ K_A) w` and power iterations run on N-vectors. None where
-        weights are shared over positions, where gradients are whole, where N is too large to keep N² numbers, or where
-        the samples are spread over processes.
+        With them the norm is :math:`w^\top (K_B \circ K_A) w`, and power iterations run on vectors of N numbers. The
+        answer is None where a weight is shared over positions, where gradients are whole, where N² numbers would take
+        too much memory, or where the samples are spread over processes.
         """
 
         def compute() -> tuple[Tensor, Tensor, Tensor] | None:
@@ -356,7 +357,7 @@ class SecondMoment:
         return self._once("kernels", compute)
 
     def plan(self) -> FormPlan:
-        """Say in which form the atoms are contracted, and what the choice is based on."""
+        """Say whether gradients are used as factors or as whole matrices, and which costs decided it."""
 
         def compute() -> FormPlan:
             positions, columns = self._first_sizes()
@@ -367,7 +368,7 @@ class SecondMoment:
         return self._once("plan", compute)
 
     def contraction_cost(self) -> float:
-        """Multiply-adds of one contraction with a factor, about."""
+        """Estimate the multiply-adds of one contraction with a factor."""
         (m, n), plan = self.shape, self.plan()
         if plan.contraction == "factored":
             return plan.costs[2] / CONTRACTIONS

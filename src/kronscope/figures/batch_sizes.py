@@ -20,11 +20,21 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
     """Draw the cosine of each approximation against the batch size B, on a logarithmic axis.
 
     Args:
-        results: With details of kind ``batch_sizes``: one panel for each layer, truth and labels.
-        step: Which step to show; the last if left out.
+        results: Results with details of kind ``batch_sizes``; each layer, truth and kind of labels gets a panel.
+        step: Which step to show; None takes the last.
+
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
 
     Raises:
-        OptionError: There are no such details, or none at ``step``.
+        OptionError: there are no such details, or none at ``step``.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> curve = {"batch_size": [1.0, 64.0], "shampoo2": [0.9, 0.7]}
+    >>> detail = Detail("fc.weight", 0, "gauss_newton", "real", 1, "batch_sizes", curve)
+    >>> batch_sizes(Results(rows, [detail])).axes[0].get_xscale()
+    'log'
     """
     sweeps = [item for item in results.details if item.kind == "batch_sizes"]
     steps = sorted({item.step for item in sweeps})

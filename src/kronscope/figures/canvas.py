@@ -58,11 +58,28 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as the path's suffix says: ``.png`` (200 dpi), ``.pdf`` or ``.svg``; whole or not at all.
+    """Write a figure to a ``.png`` (200 dpi), ``.pdf`` or ``.svg`` file.
+
+    The file appears whole or not at all, and the same results give the same file, byte for byte.
+
+    Args:
+        figure: The figure.
+        path: The file; its ending decides the format.
+
+    Returns:
+        The path.
 
     Raises:
-        OptionError: The suffix is another one.
-        ResultsError: The file cannot be written there.
+        OptionError: the ending is another one.
+        ResultsError: the file cannot be written there.
+
+    >>> import tempfile
+    >>> from kronscope.figures import cosines
+    >>> from kronscope.measures import Results, Row
+    >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(cosines(Results([row])), f"{folder}/cosines.svg").name
+    'cosines.svg'
     """
     kind = Path(path).suffix.lower().lstrip(".")
     if kind not in _FORMATS:

@@ -21,17 +21,21 @@ _LONGEST_NAME = 42
 
 
 def cosines(results: Results) -> Figure:
-    """Draw every cosine: against the step where there are several steps, else as one dot per approximation.
+    """Draw every cosine: as lines over the steps where there are several, else as one dot per approximation.
 
-    Over several steps there is a panel for each layer and each truth (with its labels and batch size). At a single
-    step there is a panel for each truth with the layers below each other, or, for a single layer, the
-    approximations.
+    Over several steps there is a panel for each layer and each truth (with its labels and batch size). At a single step
+    there is a panel for each truth, with the layers below each other; for a single layer, with the approximations.
 
     Args:
         results: What was measured.
 
     Returns:
-        A figure; :func:`kronscope.figures.save` writes it.
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> len(cosines(Results(rows)).axes)
+    1
     """
     if not results.rows:
         figure = canvas.new_figure(4, 2)

@@ -19,15 +19,25 @@ __all__ = ["exponents"]
 
 
 def exponents(results: Results) -> Figure:
-    """Draw the cosine of (L⊗R)^p against p, one line per step, with the best p of each step marked.
+    r"""Draw the cosine of (L⊗R)^p against p: one line per step, with the best p of each step marked.
 
     Shampoo is p = ½ and Shampoo² is p = 1.
 
     Args:
-        results: With details of kind ``exponents``: one panel for each layer and condition.
+        results: Results with details of kind ``exponents``; each layer and condition gets a panel.
+
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
 
     Raises:
-        OptionError: There are no such details.
+        OptionError: there are no such details.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> curve = {"exponent": [0.5, 1.0], "cosine": [0.8, 0.9]}
+    >>> detail = Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", curve)
+    >>> exponents(Results(rows, [detail])).axes[0].get_title()
+    'fc.weight\nGauss–Newton · exact labels'
     """
     sweeps = [item for item in results.details if item.kind == "exponents"]
     if not sweeps:

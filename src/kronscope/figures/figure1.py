@@ -20,12 +20,20 @@ def figure1(
     """Draw cosines with the Gauss–Newton matrix (top) and with Adagrad's (bottom) against the step.
 
     Args:
-        columns: For each column its title and the results of one layer. The Gauss–Newton row shows what was fitted on
-            exact labels, or else on sampled or real ones.
+        columns: The title of each column, and the results of one layer to show in it. The Gauss–Newton row shows what
+            was fitted on exact labels, or else on sampled or real ones.
         approximations: Which lines to draw.
 
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
+
     Raises:
-        OptionError: There is no column, or one holds several layers.
+        OptionError: there is no column, or one has several layers.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> len(figure1({"Digits": Results(rows)}).axes)
+    1
     """
     check_columns(columns)
     lines = {

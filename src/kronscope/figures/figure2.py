@@ -41,11 +41,22 @@ def figure2(columns: Mapping[str, Results], leading: int = 12) -> Figure:
     :math:`\sigma_i` and :math:`|\alpha_i|`, each divided by its first.
 
     Args:
-        columns: For each column its title and the results of one layer, with details of kind ``spectrum``.
+        columns: The title of each column, and the results of one layer with details of kind ``spectrum``.
         leading: How many singular values to show.
 
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
+
     Raises:
-        OptionError: There is no column, one holds several layers, or none has a spectrum.
+        OptionError: there is no column, one has several layers, or none has a spectrum.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> values = {"sigma": [3.0, 1.0], "alpha_left": [1.0, 0.1], "alpha_right": [1.0, 0.1]}
+    >>> values |= {"ratio": 0.9, "left": 0.9, "right": 0.8}
+    >>> detail = Detail("fc.weight", 0, "gauss_newton", "exact", 1, "spectrum", values)
+    >>> len(figure2({"Digits": Results(rows, [detail])}).axes)
+    2
     """
     check_columns(columns)
     lines = {

@@ -21,11 +21,19 @@ def figure4(
     """Draw cosines with the Gauss–Newton matrix against the step, K-FAC included.
 
     Args:
-        columns: For each column its title and the results of one layer.
+        columns: The title of each column, and the results of one layer to show in it.
         approximations: Which lines to draw.
 
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
+
     Raises:
-        OptionError: There is no column, or one holds several layers.
+        OptionError: there is no column, or one has several layers.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> len(figure4({"Digits": Results(rows)}).axes)
+    1
     """
     check_columns(columns)
     lines = {"Gauss–Newton": [rows_for(results, "gauss_newton") for results in columns.values()]}

@@ -23,11 +23,19 @@ def figure5(
 
     Args:
         results: Several layers of one network.
-        layers: For each column its title and the layer's name; every layer under its own name if left out.
+        layers: The title of each column, and the layer to show in it; None shows every layer under its own name.
         approximations: Which lines to draw.
 
+    Returns:
+        A matplotlib figure; :func:`kronscope.figures.save` writes it to a file.
+
     Raises:
-        OptionError: A layer is not in the results.
+        OptionError: a layer is not in the results.
+
+    >>> from kronscope.measures import Detail, Results, Row
+    >>> rows = [Row("fc.weight", 10, 64, step, "gauss_newton", "exact", 1, "shampoo2", 0.9) for step in (0, 10)]
+    >>> len(figure5(Results(rows)).axes)
+    1
     """
     chosen = layers or {name: name for name in results.layers}
     return figure1({title: results.select(layer=name) for title, name in chosen.items()}, approximations)

@@ -19,12 +19,17 @@ __all__ = ["Atoms", "DenseAtoms", "FactoredAtoms", "joined", "mixed"]
 
 @dataclass(frozen=True)
 class DenseAtoms:
-    """A chunk of whole gradients.
+    """Some samples of a stream, with every gradient as a whole matrix.
 
     Attributes:
-        grads: Gradients (k, c, m, n): k samples, c columns each.
+        grads: Gradients (k, c, m, n): k samples with c columns each.
         weights: Weights (k,) of the samples, float64.
-        samples: Numbers (k,) of the samples in data order.
+        samples: The samples' numbers (k,), counted in the order of the data.
+
+    >>> from kronscope.gradients.stream import GradientStream
+    >>> (chunk,) = GradientStream.from_tensors(torch.ones(4, 2, 3))
+    >>> chunk.grads.shape, chunk.weights.tolist()
+    (torch.Size([4, 1, 2, 3]), [0.25, 0.25, 0.25, 0.25])
     """
 
     grads: Tensor
@@ -61,16 +66,20 @@ class DenseAtoms:
 
 @dataclass(frozen=True)
 class FactoredAtoms:
-    r"""A chunk of factored gradients :math:`G_{ic} = B_{ic}^\top A_{ic}` with t positions.
+    r"""Some samples of a stream, with every gradient as a product :math:`G_{ic} = B_{ic}^\top A_{ic}` over t positions.
 
     Attributes:
         row_factors: :math:`B` (k, c or 1, t, m); for a linear layer the gradients of its outputs.
         col_factors: :math:`A` (k, c or 1, t, n); for a linear layer its inputs, shared by all columns.
         weights: Weights (k,) of the samples, float64.
-        samples: Numbers (k,) of the samples in data order.
-        row_inputs: For each position whether its row factor is the layer's input and its column factor the gradient,
-            where a weight is used both ways (a tied embedding and head); empty where the side without columns is the
-            input.
+        samples: The samples' numbers (k,), counted in the order of the data.
+        row_inputs: Only for a weight that is used both ways, as a tied embedding and head is: for each position,
+            whether its row factor is the layer's input and its column factor the gradient. Otherwise empty.
+
+    >>> from kronscope.gradients.stream import GradientStream
+    >>> (chunk,) = GradientStream.from_factors(torch.ones(4, 5, 2), torch.ones(4, 5, 3))
+    >>> chunk.positions, chunk.dense().grads.shape
+    (5, torch.Size([4, 1, 2, 3]))
     """
 
     row_factors: Tensor

@@ -51,10 +51,10 @@ class _Request:
 
 
 class Recorder:
-    r"""Captures the gradients of every sample for chosen layers, as one :class:`GradientStream` per layer.
+    """Captures the gradient of every sample for chosen layers, as one :class:`GradientStream` per layer.
 
-    Making one reads the data once, to count and check it, and tries on a few samples which back end is right for each
-    layer. The model is run in eval mode and left exactly as it was.
+    Making a recorder reads the data once, to count and check it, and tries out on a few samples how the gradients of
+    each layer can be captured. The model runs in eval mode and is left exactly as it was.
 
     Args:
         model: The model.
@@ -161,7 +161,10 @@ class Recorder:
         return len(self.processes.share_of(max_samples))
 
     def remainders(self, most: int) -> Tensor:
-        r"""Say how much of the output Hessians is left when the largest exact columns are taken out.
+        """Say how much of the output Hessians remains when the largest exact columns are taken out.
+
+        Args:
+            most: The largest number of columns to take out.
 
         Returns:
             For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns.
@@ -186,7 +189,7 @@ class Recorder:
         return self.processes.all_reduce(own, [left.shape])[0]
 
     def plan(self, labels: str = "exact", draws: int = 1, form: str = "auto", fixed: int = 0) -> list[LayerPlan]:
-        """Say for every layer how it is captured and how large its atoms are, without capturing."""
+        """Say for every layer how it would be captured and how large its gradients are, without capturing."""
         request = self._request(labels, draws, None, form, None, fixed)
         return [self._plan(spec, request) for spec in self.specs]
 

@@ -41,12 +41,12 @@ _CHUNK_BYTES = 64 << 20
 class GradientHistory:
     """The gradients that an optimizer used, step by step.
 
-    :meth:`attach` starts to record a training run; :meth:`open` reads a folder that an earlier run wrote. Recording is
-    a step pre-hook: it changes neither the gradients nor the optimizer. Measure with
-    :func:`kronscope.measure_history`.
+    :meth:`attach` starts recording a training run, and :meth:`open` reads what an earlier run wrote to a folder.
+    Recording happens before each step of the optimizer and changes neither the gradients nor the optimizer. Hand the
+    history to :func:`kronscope.measure_history` to measure it.
 
-    Under torch.distributed the processes share the records: after averaging all have the same gradients, so each step
-    is kept by one of them.
+    With several processes under torch.distributed, all have the same gradients after averaging, so each step is kept by
+    one process only.
 
     Attributes:
         layers: Names of the recorded layers.
@@ -111,21 +111,25 @@ class GradientHistory:
             optimizer: Any torch optimizer that steps the model's parameters.
             model: The model.
             layers: Names, globs, row ranges and stacks as for :func:`kronscope.measure`; None takes every matrix.
-            path: A folder to write to instead of keeping everything in memory.
-            every: Record one step in ``every``; default each step.
-            dtype: How numbers are kept. ``float16`` halves the space, with one scale for each record; the default is
-                the parameter's type, but at least float32.
-            space: How many bytes the records may take, on each process. When they would take more, they are first
-                converted to float16; after that every second record is dropped and ``every`` doubles, as often as
-                needed. Measurements of a thinned history have error bars.
-            resume: Go on with the history in ``path``, if there is one. ``every`` and ``dtype`` may be left out and are
-                then as before. A multiple of the history's ``every`` drops the records between, and a narrower
-                ``dtype`` converts those that are there. When training goes back to a checkpoint, pass
-                :meth:`load_state_dict` the state that was saved with it: records of later steps are dropped.
+            path: A folder to write to; None keeps everything in memory.
+            every: Record one step in ``every``; None records each step, or goes on as before when resuming.
+            dtype: The type in which numbers are kept. ``float16`` halves the space, with one scale for each record.
+                None keeps the parameter's type, but at least float32.
+            space: The most bytes that the records may take on each process. When they would take more, they are first
+                converted to float16; then every second record is dropped and ``every`` doubles, as often as needed.
+                Measurements of such a thinned history have error bars.
+            resume: Go on with the history in ``path``, if there is one. ``every`` and ``dtype`` are as before unless
+                they are given: a multiple of the old ``every`` drops the records between, and a narrower ``dtype``
+                converts the records that are there. When training goes back to a checkpoint, also call
+                :meth:`load_state_dict` with the history's state from that checkpoint, which drops the records of later
+                steps.
             distributed: None shares the records among all processes if torch.distributed is initialised; False records
                 on this process alone; a process group shares among its members. Every process that shares must call
-                this, and gradients must be averaged over processes before the optimizer's step, as
+                this, and gradients must be averaged over the processes before the optimizer's step, as
                 DistributedDataParallel and FSDP do.
+
+        Returns:
+            The history; it records until :meth:`detach`.
 
         Raises:
             LayerError: a layer does not exist, is no matrix, or is not trained by this optimizer.
@@ -177,11 +181,14 @@ class GradientHistory:
 
         Args:
             path: The folder.
-            distributed: As for :meth:`attach`: each process reads its share.
+            distributed: As for :meth:`attach`; each process reads its share.
+
+        Returns:
+            The history, which no longer records.
 
         Raises:
             DataError: there is no history in the folder, it is damaged, the records of a process are missing, or steps
-                are missing in between, as when two runs wrote to it at once.
+                in between are missing, as when two runs wrote to it at once.
         """
         processes = find_processes(distributed)
         processes.barrier("GradientHistory.open")
@@ -207,35 +214,38 @@ class GradientHistory:
         return len(self) != self.total_steps
 
     def detach(self) -> None:
-        """Stop recording; what is recorded stays."""
+        """Stop recording; the records stay."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def close(self) -> None:
-        """Stop recording and close the files, so that another history may be resumed from them."""
+        """Stop recording and close the files, so that another history can resume from them."""
         self.detach()
         self._store.close()
 
     # ------------------------------------------------------------------ reading
 
     def shape(self, layer: str) -> tuple[int, int]:
-        """The (m, n) of a layer."""
+        """Return the (m, n) of a layer."""
         self._index(layer)
         return self._shapes[layer]
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
-        """Return records ``start`` to ``stop - 1`` of a layer, (k, m, n), of those that this process keeps."""
+        """Return the records ``start`` to ``stop - 1`` of a layer, (k, m, n), of those that this process keeps."""
         return self._store.read(self._index(layer), start, stop)
 
     def stream(self, layer: str, step: int | None = None, *, beta: float | None = None) -> GradientStream:
         r"""Return the recorded gradients up to a step as a stream.
 
         Args:
-            layer: Its name.
-            step: The last step to include; None for all.
-            beta: None gives Adagrad's sum (weights 1); otherwise the weights :math:`(1-\beta)\beta^{T-t}` of an
+            layer: The layer's name.
+            step: The last step to include; None takes all.
+            beta: None gives Adagrad's sum (weights 1); a number gives the weights :math:`(1-\beta)\beta^{T-t}` of an
                 exponential mean.
+
+        Returns:
+            The gradients; Adagrad's matrix is its :class:`~kronscope.SecondMoment`.
 
         Raises:
             LayerError: the layer is not recorded.
@@ -275,10 +285,10 @@ class GradientHistory:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a training checkpoint must hold, so that recording can be resumed from it.
+        """Return what a training checkpoint must contain so that recording can be resumed from it.
 
-        With records on disk that is little, and the same on every process. With records in memory it is the records
-        that this process keeps: every process must save its own state and load it again.
+        For records on disk that is little, and the same on every process. For records in memory it is the records that
+        this process keeps, so every process must save its own state and load it again.
         """
         state = {**to_state(self._store, len(self.layers)), "total_steps": self.total_steps, "every": self.every}
         if self.processes.world_size > 1:
@@ -287,6 +297,9 @@ class GradientHistory:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a saved state; records of later steps are dropped.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
 
         Raises:
             DataError: the files lack records of the state, or the state was saved by another process.

@@ -9,18 +9,22 @@ __all__ = ["LayerPlan"]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How a layer will be captured, and how large its atoms are.
+    """How the gradients of one layer will be captured, and how much memory they take.
 
     Attributes:
-        name: The layer.
+        name: The layer's name.
         shape: Its rows and columns.
-        backend: ``"hooks"``, ``"func"`` or ``"loop"``.
-        reason: Why this back end.
-        form: ``"factored"`` or ``"dense"``: what ``form="auto"`` gives.
-        columns: Columns c per sample.
-        positions: Positions t per sample of the factored form, 0 if there is none.
-        factored_bytes: Bytes per sample in factored form, ``None`` if there is none.
-        dense_bytes: Bytes per sample in dense form.
+        backend: ``"hooks"`` (from the layer's inputs and output gradients), ``"func"`` (``torch.func``), or ``"loop"``
+            (one sample after the other).
+        reason: Why this way was chosen.
+        form: ``"factored"`` or ``"dense"``: the form that is chosen when ``form="auto"``.
+        columns: Columns of each sample: backward passes that one sample needs.
+        positions: Positions of each sample in factored form; 0 if the layer has no such form.
+        factored_bytes: Bytes of a sample in factored form; None if there is none.
+        dense_bytes: Bytes of a sample in dense form.
+
+    >>> print(LayerPlan("fc.weight", (10, 64), "hooks", "a linear layer", "factored", 9, 1, 616, 23040))
+    fc.weight (10x64): hooks, factored, 9 columns, 1 positions, 616 bytes per sample; a linear layer
     """
 
     name: str

@@ -38,13 +38,24 @@ class Known:
 class GradientStream:
     r"""The weighted gradients of one (m, n) layer, sample by sample: what a second-moment matrix is made of.
 
-    A stream stands for :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top`
-    over samples *i* and columns *c* (one per class direction or label draw). Make one with :meth:`from_tensors` or
-    :meth:`from_factors`, or let :func:`kronscope.measure` capture it from a model.
+    A stream stands for :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top`. The sum
+    is over samples *i* and their columns *c*; a sample has one column for each direction of the outputs (exact labels),
+    or one for each label drawn. Make a stream with :meth:`from_tensors` or :meth:`from_factors`, or let
+    :func:`kronscope.second_moment` capture it from a model.
 
-    Iterating gives chunks of samples, the same ones in the same order each time. Where the samples are spread over
-    several processes, iterating gives those of this process; ``num_samples`` and the numbers of samples count all, and
-    sums over samples are taken with :meth:`sums`.
+    Iterating gives chunks of samples, the same ones in the same order every time. Where the samples are spread over
+    several processes, each process iterates over its own; ``num_samples`` counts those of all, and :meth:`sums` adds
+    over all processes.
+
+    Attributes:
+        shape: The layer's (m, n).
+        num_samples: Number of samples, over all processes.
+        columns: Columns of each sample.
+        draws: Whether the columns are independent label draws, so that the stream is itself an estimate.
+        random_columns: How many of each sample's columns, its last ones, are random combinations of exact columns.
+        in_memory: Whether iterating costs nothing but reading memory.
+        processes: The processes the samples are spread over.
+        own_samples: Number of samples that this process has.
 
     >>> stream = GradientStream.from_tensors(torch.ones(4, 2, 3))
     >>> stream.shape, stream.num_samples, stream.total_weight()
@@ -110,10 +121,16 @@ class GradientStream:
             G: Gradients (N, m, n); not copied, so do not change them afterwards.
             weights: Weights (N,), not negative; default 1/N.
 
+        Returns:
+            The stream.
+
         Raises:
             ShapeError: wrong dimensions.
             DataError: no gradients, or negative weights.
             NonFiniteError: NaN or infinity in the gradients or weights.
+
+        >>> GradientStream.from_tensors(torch.ones(4, 2, 3), weights=torch.tensor([1.0, 1.0, 0.5, 0.5]))
+        GradientStream(2x3, 4 samples, 1 columns)
         """
         if G.ndim != 3:
             raise ShapeError(f"from_tensors needs gradients (N, m, n), got {tuple(G.shape)}.")
@@ -124,17 +141,26 @@ class GradientStream:
 
     @classmethod
     def from_factors(cls, B: Tensor, A: Tensor, weights: Tensor | None = None) -> GradientStream:
-        r"""Take factored gradients :math:`G_i = B_i^\top A_i`; the form K-FAC needs.
+        r"""Take gradients that are products, :math:`G_i = B_i^\top A_i`; K-FAC needs this form.
+
+        For a linear layer :math:`A_i` holds the inputs of sample i at T positions and :math:`B_i` the gradients of its
+        outputs.
 
         Args:
             B: Output gradients (N, T, m); not copied, so do not change them afterwards.
             A: Inputs (N, T, n); not copied either.
             weights: Weights (N,), not negative; default 1/N.
 
+        Returns:
+            The stream.
+
         Raises:
             ShapeError: wrong dimensions.
             DataError: no gradients, or negative weights.
             NonFiniteError: NaN or infinity in the factors or weights.
+
+        >>> GradientStream.from_factors(torch.ones(4, 5, 2), torch.ones(4, 5, 3))
+        GradientStream(2x3, 4 samples, 1 columns)
         """
         if B.ndim != 3 or A.ndim != 3 or B.shape[:2] != A.shape[:2]:
             raise ShapeError(
@@ -156,9 +182,17 @@ class GradientStream:
         processes: Processes = ALONE,
         whole: tuple[int, int] | None = None,
     ) -> GradientStream:
-        """Serve chunks that are in memory; large ones are cut into parts, small neighbours joined.
+        """Make a stream of chunks that are in memory; large ones are cut up, and small neighbours joined.
 
-        ``whole`` says the samples and columns over all ``processes``.
+        Args:
+            chunks: The chunks, in the order of the samples' numbers.
+            draws: As in :class:`GradientStream`.
+            random_columns: As in :class:`GradientStream`.
+            processes: The processes the samples are spread over.
+            whole: The number of samples and of columns over all of ``processes``; None if this process has all.
+
+        Returns:
+            The stream.
         """
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
@@ -181,24 +215,27 @@ class GradientStream:
         )
 
     def sums(self, local: Callable[[], tuple[Tensor, ...]], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-        """Sums over processes of what each computes from its own atoms, float64; every process must call it.
+        """Add up, over all processes, what each computes from its own samples; every process must call it.
 
         Args:
-            local: Computes this process's part.
-            shapes: The shapes of what it returns.
+            local: Computes this process's part, as float64 tensors.
+            shapes: The shapes of these tensors.
+
+        Returns:
+            The sums, the same on every process.
         """
         return self.processes.all_reduce(local, shapes)
 
     def summed(self, local: Callable[[], Tensor], shape: Sequence[int]) -> Tensor:
-        """As :meth:`sums`, of one tensor."""
+        """Do as :meth:`sums` does, for a single tensor."""
         return self.sums(lambda: (local(),), [shape])[0]
 
     def by_sample(self, local: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Tensor:
-        """One number (N,) for each sample, on the CPU, from pairs of numbers of samples and values."""
+        """Collect one number for each sample of all processes, as (N,), from pairs of (sample numbers, values)."""
         return self.by_column(lambda: ((samples, values.unsqueeze(1)) for samples, values in local()), 1).squeeze(1)
 
     def by_column(self, local: Callable[[], Iterable[tuple[Tensor, Tensor]]], width: int | None = None) -> Tensor:
-        """Some numbers (N, width) for each sample, by default one for each column, on the CPU, as :meth:`by_sample`."""
+        """Collect ``width`` numbers for each sample as :meth:`by_sample` does; by default one for each column."""
         shape = (self.num_samples, self.columns if width is None else width)
 
         def scattered() -> Tensor:
@@ -210,7 +247,7 @@ class GradientStream:
         return self.summed(scattered, shape)
 
     def weights(self) -> Tensor:
-        """Weights (N,) of all samples in the order of their numbers, on the CPU."""
+        """Return the weights (N,) of all samples in the order of their numbers, on the CPU."""
         if "weights" not in self.memo:
             self.memo["weights"] = self.by_sample(lambda: ((chunk.samples, chunk.weights) for chunk in self))
         known: Tensor = self.memo["weights"]
@@ -225,20 +262,20 @@ class GradientStream:
         return float(self.summed(local, []))
 
     def map(self, change: Callable[[Atoms], Atoms]) -> GradientStream:
-        """Return a stream whose chunks are changed one by one, lazily unless they are views."""
+        """Return a stream whose chunks are changed by a function when they are iterated over."""
         source = self._source
         return self._derived(lambda: (change(chunk) for chunk in source()), self.num_samples, self.own_samples)
 
     def reweighted(self, weights: Tensor) -> GradientStream:
-        """Return the same atoms with other weights, indexed by sample number."""
+        """Return the same gradients with other weights (N,), in the order of the samples' numbers."""
         return self.map(lambda chunk: replace(chunk, weights=weights.to(chunk.weights)[chunk.samples]))
 
     def mixed(self, other: GradientStream, taken: Tensor) -> GradientStream:
-        """Return the stream with the atoms of some samples replaced by those of another stream of the same samples.
+        """Return the stream with some samples' gradients replaced by those of another stream of the same samples.
 
         Args:
-            other: Atoms of the same form in the same order, such as those of other label draws.
-            taken: For each sample number whether its atoms come from ``other``.
+            other: Gradients of the same form in the same order, such as those of other label draws.
+            taken: For each sample number, whether its gradients come from ``other``.
         """
         mine, theirs = self._source, other._source
 
@@ -249,7 +286,7 @@ class GradientStream:
         return self._derived(chunks, self.num_samples, self.own_samples)
 
     def with_atom(self, grad: Tensor, weight: float) -> GradientStream:
-        """Return the stream with one more atom (m, n), numbered after the last sample."""
+        """Return the stream with one more gradient (m, n), as a sample numbered after the last one."""
         source, number = self._source, self.num_samples
         extra = DenseAtoms(
             grad.reshape(1, 1, *self.shape),
@@ -267,13 +304,13 @@ class GradientStream:
         return self._derived(chunks, number + 1, self.own_samples + here)
 
     def knowing(self, known: Known) -> GradientStream:
-        """Return the same atoms with contractions that are known already."""
+        """Return the same gradients together with contractions that were computed before."""
         made = self._derived(self._source, self.num_samples, self.own_samples)
         made.known = known
         return made
 
     def with_random_columns(self, kept: Sequence[int]) -> GradientStream:
-        """Return the stream with some of its random columns only, scaled up to stand for all of them.
+        """Return the stream with only some of its random columns, scaled up so that they stand for all.
 
         Args:
             kept: Numbers of the random columns to keep, counted from 0.

@@ -14,13 +14,16 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(Callback):  # type: ignore[misc]  # of type Any where lightning is not installed
-    """Logs the metrics of every optimizer of ours to the trainer's loggers, each ``trainer.log_every_n_steps`` steps.
+    """Logs the metrics of our optimizers to the trainer's loggers, every ``trainer.log_every_n_steps`` steps.
 
-    They are in ``trainer.callback_metrics`` too. Of several optimizers the place in ``configure_optimizers`` stands in
-    the names: ``kronscope/0/…``.
+    They are in ``trainer.callback_metrics`` too. If there are several optimizers, each name contains the optimizer's
+    place in ``configure_optimizers``: ``kronscope/0/…``.
 
     Raises:
         OptionError: when training starts, if none of the optimizers is ours.
+
+    >>> isinstance(MetricsCallback(), Callback)  # Trainer(callbacks=[MetricsCallback()])
+    True
     """
 
     def __init__(self) -> None:

@@ -46,13 +46,21 @@ class CSV:
 
 
 class TensorBoard:
-    """Write scalars to TensorBoard.
+    """Write numbers to TensorBoard.
 
     Args:
         where: A folder, or a ``SummaryWriter`` that is open already.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
+
+    >>> class Writer:  # stands for torch.utils.tensorboard.SummaryWriter
+    ...     def add_scalar(self, name, value, step):
+    ...         print(step, name, value)
+    ...     def flush(self):
+    ...         pass
+    >>> TensorBoard(Writer())(10, {"milliseconds": 2.5})
+    10 milliseconds 2.5
     """
 
     def __init__(self, where: Any) -> None:
@@ -72,10 +80,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Write scalars to a Weights & Biases run, also an offline one.
+    """Write numbers to a Weights & Biases run, also to an offline one.
 
-    The steps are an axis of their own, ``kronscope/logged_step``: W&B drops values whose step is before its own
-    counter's, and that counter belongs to the training loop.
+    They have an axis of their own, ``kronscope/logged_step``, because W&B drops values whose step is behind its own
+    counter, and that counter belongs to the training loop.
 
     Args:
         run: What ``wandb.init`` returned; None takes the run that is active.
@@ -83,6 +91,14 @@ class WandB:
     Raises:
         MissingExtraError: wandb is not installed.
         OptionError: no run is active.
+
+    >>> class WandbRun:  # stands for what wandb.init returns
+    ...     def define_metric(self, name, step_metric=None):
+    ...         pass
+    ...     def log(self, values):
+    ...         print(values)
+    >>> WandB(WandbRun())(10, {"milliseconds": 2.5})
+    {'milliseconds': 2.5, 'kronscope/logged_step': 10}
     """
 
     def __init__(self, run: Any = None) -> None:

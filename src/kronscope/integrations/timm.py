@@ -18,10 +18,13 @@ NAMES = {"kronscope-shampoo": Shampoo, "kronscope-soap": SOAP, "kronscope-klsham
 
 
 def register() -> list[str]:
-    """Put :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo` into timm's registry; a second call changes nothing.
+    """Add our optimizers to timm's registry; calling it again changes nothing.
 
     Returns:
         The names that ``timm.optim.create_optimizer_v2`` and ``--opt`` then know.
+
+    >>> register()
+    ['kronscope-shampoo', 'kronscope-soap', 'kronscope-klshampoo']
     """
     known = set(optim.list_optimizers())
     for name, family in NAMES.items():
@@ -34,16 +37,22 @@ def register() -> list[str]:
 def param_groups(
     model: nn.Module, *, weight_decay: float = 0.0, layer_decay: float | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """Return timm's own groups with names and roles, so that embeddings and heads are recognised.
+    """Return timm's own parameter groups with names and roles, so that embeddings and heads are recognised.
 
     For timm's argument ``param_group_fn``: ``partial(param_groups, weight_decay=0.05, layer_decay=0.75)``.
 
     Args:
-        model: The model; what its ``no_weight_decay()`` lists is not decayed.
-        weight_decay: Of all but vectors.
-        layer_decay: By how much the learning rate falls from each layer to the one before, as ``lr_scale``, which
-            timm's schedulers multiply with the learning rate; None for one learning rate.
-        options: For timm's ``param_groups_weight_decay`` or ``param_groups_layer_decay``.
+        model: The model; parameters that its ``no_weight_decay()`` lists are not decayed.
+        weight_decay: Weight decay of all parameters but vectors.
+        layer_decay: By how much the learning rate falls from each layer to the one before it (as ``lr_scale``, with
+            which timm's schedulers multiply the learning rate); None gives all the same learning rate.
+        options: Further options of timm's ``param_groups_weight_decay`` or ``param_groups_layer_decay``.
+
+    Returns:
+        The groups.
+
+    >>> [group["weight_decay"] for group in param_groups(nn.Linear(3, 2), weight_decay=0.05)]
+    [0.0, 0.05]
     """
     undecayed: set[str] = getattr(model, "no_weight_decay", set)()
     options = {"weight_decay": weight_decay, "no_weight_decay_list": undecayed, **options}

@@ -26,16 +26,21 @@ def optimizer(
     groups: Callable[[nn.Module], list[dict[str, Any]]] = param_groups,
     **options: Any,
 ) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
-    """Return what Trainer's argument ``optimizer_cls_and_kwargs`` takes, so that the groups have names and roles.
+    """Return what Trainer's argument ``optimizer_cls_and_kwargs`` takes, so that parameters have names and roles.
 
-    Given the class alone, Trainer would hand it bare tensors, and embeddings and heads would be preconditioned.
-    Learning rate and weight decay are those of the training arguments; betas and eps are not (Adam's are not ours).
+    If Trainer were given the class alone, it would hand over tensors without names, and embeddings and heads would be
+    preconditioned. Learning rate and weight decay are those of the training arguments; betas and eps are not, since
+    Adam's defaults do not suit these optimizers.
 
     Args:
-        family: :class:`Shampoo`, :class:`SOAP` or :class:`KLShampoo`.
+        family: :class:`~kronscope.Shampoo`, :class:`~kronscope.SOAP` or :class:`~kronscope.KLShampoo`.
         args: The training arguments.
-        groups: Makes groups from the model, for example ``partial(ks.param_groups, overrides=…)``.
-        options: For the optimizer; ``lr`` and ``weight_decay`` take precedence over the training arguments.
+        groups: A function that makes groups from the model, for example ``partial(ks.param_groups, overrides=…)``.
+        options: Further options of the optimizer; ``lr`` and ``weight_decay`` take precedence over the training
+            arguments.
+
+    Returns:
+        A class and its keyword arguments.
 
     >>> import kronscope as ks
     >>> make, options = optimizer(ks.KLShampoo, TrainingArguments("out", learning_rate=1e-3, report_to=[]), refresh=20)
@@ -50,12 +55,15 @@ def optimizer(
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any where transformers is not analysed
-    """Passes the optimizer's metrics to a logger whenever Trainer logs its training loss; on the first process only.
+    """Hands the optimizer's metrics to a logger whenever Trainer logs its training loss; on the first process only.
 
-    With an optimizer that is not ours there is nothing to log: the callback warns once, and training goes on.
+    If the optimizer is not one of ours there is nothing to log: the callback warns once, and training goes on.
 
     Args:
-        log: A callable ``(step, {name: float})``, for example one of ``ks.integrations.loggers``.
+        log: A callable ``(step, {name: float})``, for example one of :mod:`kronscope.integrations.loggers`.
+
+    >>> from kronscope.integrations.loggers import CSV
+    >>> callback = MetricsCallback(CSV("metrics.csv"))  # Trainer(..., callbacks=[callback])
     """
 
     def __init__(self, log: Callable[[int, Mapping[str, float]], object]) -> None:
@@ -85,10 +93,20 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any whe
 
 
 def log_metrics(trainer: Trainer) -> MetricsCallback:
-    """Let a Trainer log the optimizer's metrics to all it reports to, and into ``trainer.state.log_history``.
+    """Let a Trainer log the optimizer's metrics to everything it reports to, and into ``trainer.state.log_history``.
+
+    Args:
+        trainer: The trainer.
 
     Returns:
         The callback, which ``trainer.remove_callback`` takes.
+
+    >>> class Recording:  # stands for transformers.Trainer
+    ...     def add_callback(self, callback):
+    ...         self.callback = callback
+    >>> trainer = Recording()
+    >>> log_metrics(trainer) is trainer.callback
+    True
     """
     callback = MetricsCallback(lambda step, values: trainer.log(dict(values)))
     trainer.add_callback(callback)

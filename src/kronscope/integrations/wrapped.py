@@ -31,16 +31,19 @@ def find(optimizer: object) -> KroneckerOptimizer | None:
 
 
 def unwrap(optimizer: object) -> KroneckerOptimizer:
-    """Return the :class:`Shampoo`, :class:`SOAP` or :class:`KLShampoo` inside a framework's wrapper.
+    """Return the :class:`~kronscope.Shampoo`, :class:`~kronscope.SOAP` or :class:`~kronscope.KLShampoo` in a wrapper.
 
-    Accelerate's ``prepare`` (and with it Transformers' Trainer) returns a wrapper that has ``step`` and ``state_dict``
+    Accelerate's ``prepare``, and with it Transformers' Trainer, returns a wrapper that has ``step`` and ``state_dict``
     but not ``explain``, ``operator``, ``diagnostics`` or ``metrics``.
 
     Args:
         optimizer: The wrapper; an optimizer of ours is returned as it is.
 
+    Returns:
+        The optimizer inside.
+
     Raises:
-        OptionError: there is none of ours inside.
+        OptionError: the optimizer inside is not one of ours.
 
     >>> import torch, kronscope as ks
     >>> class Wrapper:
@@ -59,34 +62,41 @@ def unwrap(optimizer: object) -> KroneckerOptimizer:
 
 
 def last_metrics(optimizer: object) -> dict[str, float]:
-    """Return ``metrics()`` of the optimizer inside a wrapper, each name with ``kronscope/`` in front.
+    """Return the ``metrics()`` of the optimizer inside a wrapper, each name with ``kronscope/`` in front.
 
-    They are this process's own numbers of the last step: nothing waits for other processes.
+    They are the numbers of the last step on this process; other processes are not waited for.
 
     Args:
         optimizer: An optimizer of ours or a wrapper around one.
 
+    Returns:
+        The metrics by name.
+
     Raises:
-        OptionError: there is none of ours inside.
+        OptionError: the optimizer inside is not one of ours.
+
+    >>> import torch, kronscope as ks
+    >>> last_metrics(ks.Shampoo(torch.nn.Linear(3, 2).named_parameters(), lr=1e-3))
+    {'kronscope/skipped_steps': 0.0}
     """
     return {f"{PREFIX}{name}": value for name, value in unwrap(optimizer).metrics().items()}
 
 
 def named_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Give the parameters of a framework's groups their names and roles, so that embeddings and heads are recognised.
+    """Give the parameters in a framework's groups their names and roles, so that embeddings and heads are recognised.
 
-    Trainers and helpers that sort parameters themselves (by weight decay, by depth) hand over bare tensors, from which
-    nothing but a shape can be told.
+    Trainers that sort parameters themselves (by weight decay, by depth) hand over tensors without names, and from those
+    only the shape can be told.
 
     Args:
-        model: The model the parameters are of.
-        groups: The groups as the framework made them; their options stay.
+        model: The model that the parameters belong to.
+        groups: The groups as the framework made them; their options are kept.
 
     Returns:
-        New groups; parameters that do not require gradients are left out, and so are groups that have no others.
+        New groups, without parameters that do not require gradients; groups with no others are left out.
 
     Raises:
-        OptionError: a parameter is not one of the model's.
+        OptionError: a parameter does not belong to the model.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
     >>> (group,) = named_groups(model, [{"params": [model[0].weight, model[1].weight], "lr": 0.1}])

@@ -33,6 +33,9 @@ def symmetric_inner(x: Tensor, y: Tensor | None = None) -> Tensor:
         x: Matrix (k, d).
         y: Matrix (k, d).
 
+    Returns:
+        Symmetric matrix (d, d).
+
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
     >>> symmetric_inner(x)
     tensor([[1., 2.],
@@ -68,6 +71,9 @@ def mode_gram(grads: Tensor, weights: Tensor | None = None, mode: int = 0, other
         weights: Weights (k,).
         mode: Which dimension of a gradient the result is indexed by.
         other: Matrix that acts on the other mode, symmetric or not; matrices only.
+
+    Returns:
+        Matrix (d, d), where d is the size of dimension ``mode``.
 
     Raises:
         ShapeError: ``grads`` has fewer than two dimensions after the first, or ``other`` does not fit.
@@ -123,6 +129,9 @@ def factored_gram(
         contracted: Factors (k, c or 1, t, q) of the other side.
         weights: Weights (k,).
         other: Matrix (q, q), symmetric or not; default the identity.
+
+    Returns:
+        Symmetric matrix (p, p).
 
     >>> b, a = torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([[[[3.0]]]])
     >>> factored_gram(b, a)

@@ -24,10 +24,15 @@ _MAX_DENSE = 4096
 
 @runtime_checkable
 class Operator(Protocol):
-    """A symmetric operator on matrices of shape ``shape``.
+    """A symmetric linear map on matrices of shape (m, n): what stands for a curvature matrix of size mn x mn.
 
-    Anything with these members can be measured: an optimizer's live preconditioner, a fitted approximation, or your
-    own. :func:`kronscope.testing.check_operator` holds it to its promises.
+    Fitted approximations and an optimizer's live preconditioner are operators, and anything with these members can be
+    measured. :func:`kronscope.testing.check_operator` tests your own.
+
+    >>> from kronscope.kron import KroneckerProduct
+    >>> K = KroneckerProduct(torch.eye(2), torch.eye(3))
+    >>> isinstance(K, Operator), K.shape, K.trace()
+    (True, (2, 3), 6.0)
     """
 
     @property
@@ -48,7 +53,7 @@ class Operator(Protocol):
         ...
 
     def power(self, exponent: float) -> Operator:
-        """Return the operator to a real power, as a pseudo-inverse for negative ones."""
+        """Return the operator to a real power; a negative power is one of the pseudo-inverse."""
         ...
 
     def inner(self, other: Operator) -> float:
@@ -61,7 +66,12 @@ class Operator(Protocol):
 
 
 class KroneckerProduct:
-    r"""The operator :math:`s\, L \otimes R`, that is :math:`G \mapsto s\, L G R^\top`, with PSD factors.
+    r"""The operator :math:`s\, L \otimes R`, which maps :math:`G` to :math:`s\, L G R^\top`; both factors are PSD.
+
+    Args:
+        left: The factor L (m, m).
+        right: The factor R (n, n).
+        scale: The number s.
 
     >>> K = KroneckerProduct(torch.diag(torch.tensor([1.0, 2.0])), torch.eye(3))
     >>> K.trace(), K.power(-1).trace()
@@ -118,12 +128,19 @@ class KroneckerProduct:
 
 
 class EigenbasisDiagonal:
-    r"""The operator :math:`G \mapsto Q_L (\kappa \circ Q_L^\top G Q_R) Q_R^\top` of SOAP and E-KFAC.
+    r"""An operator that is diagonal in a Kronecker basis, as those of SOAP and E-KFAC are.
+
+    It maps :math:`G` to :math:`Q_L (\kappa \circ Q_L^\top G Q_R) Q_R^\top`, where :math:`\circ` is the elementwise
+    product.
 
     Args:
         left: Orthonormal :math:`Q_L` (m, m), or None for the identity.
         right: Orthonormal :math:`Q_R` (n, n), or None for the identity.
         values: The table :math:`\kappa` (m, n).
+
+    >>> E = EigenbasisDiagonal(None, None, torch.tensor([[1.0, 4.0]]))
+    >>> E.apply(torch.ones(1, 2)), E.power(-0.5).apply(torch.ones(1, 2))
+    (tensor([[1., 4.]]), tensor([[1.0000, 0.5000]]))
     """
 
     def __init__(self, left: Tensor | None, right: Tensor | None, values: Tensor) -> None:
@@ -184,7 +201,14 @@ class EigenbasisDiagonal:
 
 
 class Diagonal(EigenbasisDiagonal):
-    """A diagonal operator, as Adam's: the elementwise product with ``values`` (m, n)."""
+    """A diagonal operator, as Adam's is: the elementwise product with ``values``.
+
+    Args:
+        values: The diagonal as a table (m, n).
+
+    >>> Diagonal(torch.tensor([[1.0, 4.0]])).power(-0.5).apply(torch.ones(1, 2))
+    tensor([[1.0000, 0.5000]])
+    """
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(None, None, values)
@@ -195,7 +219,15 @@ class Diagonal(EigenbasisDiagonal):
 
 
 class Identity:
-    """A multiple of the identity on (m, n) matrices, as plain gradient descent."""
+    """A multiple of the identity on (m, n) matrices: what plain gradient descent stands for.
+
+    Args:
+        shape: The (m, n) of the matrices it acts on.
+        scale: The multiple.
+
+    >>> Identity((2, 3), 0.5).trace(), Identity((2, 3), 0.5).apply(torch.ones(2, 3)).sum()
+    (3.0, tensor(3.))
+    """
 
     def __init__(self, shape: tuple[int, int], scale: float = 1.0) -> None:
         self._shape = (int(shape[0]), int(shape[1]))
@@ -232,13 +264,18 @@ class Identity:
 
 
 class KroneckerSum:
-    r"""A sum of Kronecker products :math:`\sum_k \sigma_k U_k \otimes V_k`, the best fit of a given Kronecker rank.
+    r"""A sum of Kronecker products, :math:`\sum_k \sigma_k U_k \otimes V_k`.
 
-    The factors need not be PSD (beyond the first they cannot be: Lemma 6 of the paper), nor even symmetric: the best
-    fit may pair two antisymmetric factors, whose product is symmetric again.
+    The factors need not be PSD (of a best fit, only the first pair is: Lemma 6 of the paper), nor even symmetric: a
+    best fit may pair two antisymmetric factors, whose product is symmetric again.
 
     Args:
         terms: Triples (sigma, U (m, m), V (n, n)).
+
+    >>> first = (2.0, torch.eye(2), torch.eye(3))
+    >>> both = KroneckerSum([first, (1.0, torch.eye(2), torch.diag(torch.tensor([1.0, 0.0, 0.0])))])
+    >>> both.trace(), both.shape
+    (14.0, (2, 3))
     """
 
     def __init__(self, terms: Sequence[tuple[float, Tensor, Tensor]]) -> None:

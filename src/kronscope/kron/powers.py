@@ -20,7 +20,16 @@ _MEASURED_CUTOFF = 1e-13
 
 
 def default_cutoff(size: int, dtype: torch.dtype) -> float:
-    r"""Relative size below which an eigenvalue is rounding: :math:`d \cdot \epsilon`, in float64 at least 1e-13.
+    r"""Return the relative size below which an eigenvalue counts as rounding: :math:`d \cdot \epsilon`.
+
+    In float64 it is at least 1e-13.
+
+    Args:
+        size: The number of rows d.
+        dtype: The type whose machine precision is :math:`\epsilon`.
+
+    Returns:
+        The cutoff, relative to the largest eigenvalue.
 
     >>> default_cutoff(100, torch.float64)
     1e-13
@@ -31,11 +40,16 @@ def default_cutoff(size: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Spectrum:
-    r"""Eigendecomposition :math:`A = Q \operatorname{diag}(\lambda) Q^\top` of symmetric PSD matrices.
+    r"""The eigendecomposition :math:`A = Q \operatorname{diag}(\lambda) Q^\top` of symmetric PSD matrices.
 
     Attributes:
-        values: Eigenvalues (..., d), ascending at construction from a matrix, never negative; rounding counts as zero.
+        values: Eigenvalues (..., d), never negative; those that are only rounding are exactly zero. Ascending when made
+            by :meth:`of`.
         vectors: Orthonormal eigenvectors (..., d, d), one per column.
+
+    >>> spectrum = Spectrum.of(torch.diag(torch.tensor([4.0, 0.0])))
+    >>> spectrum.values, spectrum.rank, spectrum.powered(-0.5)
+    (tensor([0., 4.]), 1, tensor([0.0000, 0.5000]))
     """
 
     values: Tensor
@@ -94,6 +108,9 @@ def psd_power(matrix: Tensor, exponent: float, *, cutoff: float | None = None) -
         exponent: Any real number.
         cutoff: Relative cutoff; default :func:`default_cutoff`.
 
+    Returns:
+        The matrix :math:`A^p` (d, d).
+
     Raises:
         ShapeError: ``matrix`` is not square.
         NonFiniteError: ``matrix`` contains NaN or infinity.
@@ -106,9 +123,12 @@ def psd_power(matrix: Tensor, exponent: float, *, cutoff: float | None = None) -
 
 
 class PsdFactor:
-    """One side of a Kronecker product: a PSD matrix whose eigendecomposition is computed once, when first needed.
+    """One side of a Kronecker product: a PSD matrix whose eigendecomposition is computed when it is first needed.
 
-    Powers of a factor share its eigenvectors, so everything that is diagonal in one basis is recognised as such.
+    Powers of a factor share its eigenvectors, so that operators which are diagonal in the same basis are recognised.
+
+    Args:
+        matrix: Symmetric PSD matrix (d, d).
 
     >>> factor = PsdFactor(torch.diag(torch.tensor([4.0, 1.0])))
     >>> factor.power(0.5).matrix.diagonal()

@@ -39,11 +39,12 @@ _DAMPING_FOR_FLOAT32 = 1e-5
 
 @dataclass(frozen=True)
 class Eigh:
-    """A full eigendecomposition: any exponent, exact ranks.
+    """A root solver that decomposes the factor fully: it takes any exponent, and knows the rank exactly.
 
     Attributes:
-        float64: Decompose in float64. None does so when the ridge is too small for float32.
+        float64: Whether to decompose in float64. None does so when the damping is too small for float32.
         tolerance: The residual above which a root is not used.
+        is_warm: False: it does not start from the eigenvectors of the root before.
 
     >>> roots = Eigh().solve(torch.diag_embed(torch.tensor([[1.0, 3.0]])), -0.5, Ridge())
     >>> roots.matrices[0].diagonal()
@@ -63,7 +64,7 @@ class Eigh:
         """Do nothing: every exponent is taken."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first.
+        """Return the roots of ``factors`` (B, d, d); each factor is divided by its trace first.
 
         Raises:
             NonFiniteError: a factor contains NaN or infinity.
@@ -77,11 +78,19 @@ class Eigh:
 
 @dataclass(frozen=True)
 class WarmQR:
-    """Orthogonal iteration from the previous eigenvectors: cheaper than :class:`Eigh` where factors move slowly.
+    """A root solver that starts from the last eigenvectors: cheaper than :class:`Eigh` where factors change slowly.
+
+    It turns the eigenvectors of the last root by orthogonal iteration (power steps with a QR decomposition).
 
     Attributes:
-        rounds: Power steps before the Rayleigh quotients are read.
+        rounds: Power steps before eigenvalues are read off.
         tolerance: The residual above which :class:`Eigh` takes over.
+        is_warm: True: it starts from the eigenvectors of the root before.
+
+    >>> factor = torch.diag_embed(torch.tensor([[1.0, 3.0]]))
+    >>> before = Eigh().solve(factor, -0.5, Ridge())
+    >>> WarmQR().solve(factor, -0.5, Ridge(), before.vectors).matrices[0].diagonal()
+    tensor([2.0000, 1.1547])
     """
 
     rounds: int = 1
@@ -97,7 +106,7 @@ class WarmQR:
         """Do nothing: every exponent is taken."""
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first; cold without ``warm``."""
+        """Return the roots of ``factors`` (B, d, d), each divided by its trace first; cold starts use :class:`Eigh`."""
         if warm is None:
             return Eigh(tolerance=self.tolerance).solve(factors, exponent, ridge)
         work = factors.to(_work_dtype(factors, False))
@@ -110,15 +119,21 @@ class WarmQR:
 
 @dataclass(frozen=True)
 class CoupledNewton:
-    r"""Products only, no decomposition: :math:`A^{-1/p}` for whole :math:`p` by the coupled Newton iteration.
+    r"""A root solver that needs matrix products only: the coupled Newton iteration, for :math:`A^{-1/p}` with whole p.
 
     With :math:`M_0 = zA` and :math:`X_0 = z^{1/p} I`, iterate :math:`T = ((p+1)I - M)/p`, :math:`X \leftarrow XT`,
-    :math:`M \leftarrow T^p M` until :math:`M = I`. On a CPU it costs about ten eigendecompositions; where
-    decompositions are slow (GPUs, small matrices in large stacks) it is the faster one. Needs a ridge.
+    :math:`M \leftarrow T^p M` until :math:`M = I`. On a CPU it takes as long as about ten eigendecompositions; it is
+    the faster one where decompositions are slow (on GPUs, and for small matrices in large stacks). The factor must be
+    damped.
 
     Attributes:
         iterations: At most this many rounds.
         tolerance: The residual above which a root is not used.
+        is_warm: False: it does not start from the root before.
+
+    >>> factor = torch.diag_embed(torch.tensor([[1.0, 3.0]]))
+    >>> CoupledNewton().solve(factor, -0.5, Ridge(damping=1e-4)).matrices[0].diagonal()
+    tensor([1.9997, 1.1546])
     """
 
     iterations: int = 60
@@ -149,7 +164,7 @@ class CoupledNewton:
         return order
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first.
+        """Return the roots of ``factors`` (B, d, d); each factor is divided by its trace first.
 
         Raises:
             OptionError: as :meth:`order_of`.

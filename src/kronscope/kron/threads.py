@@ -31,8 +31,8 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """Run functions side by side on at most ``torch.get_num_threads()`` threads, and return their results in order.
 
-    No function may change what another one reads or changes. Gradients are disabled in all of them. If one fails, the
-    others are finished first, and then its error is raised. On Ctrl-C those that have begun are finished.
+    No function may change what another one reads or changes. Gradients are disabled in all of them. If one fails, its
+    error is raised after the others have finished. On Ctrl-C only those that have begun are finished.
 
     >>> in_threads([lambda: 1, lambda: 2])
     [1, 2]
@@ -63,8 +63,8 @@ def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
 def divided(costs: tuple[float, ...], workers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Divide jobs into those that use all threads, one job after another, and those that get one thread each.
 
-    One thread each is faster, unless some threads are left without work: three equal jobs on two threads take as long
-    as four. So the longest jobs use all threads, as few of them as it takes to keep all threads busy with the rest.
+    One thread per job is faster as long as no thread runs out of work: three equal jobs on two threads take as long as
+    four. So some of the longest jobs use all threads, as few as possible, such that the rest keep every thread busy.
 
     Args:
         costs: What each job costs.
@@ -94,7 +94,7 @@ def _is_even(costs: Sequence[float], workers: int) -> bool:
 
 
 class _Batch:
-    """Jobs of one call, which can be stopped: also one that was handed over, but whose future had not come back yet."""
+    """The jobs of one call, which can be stopped together, also those that were submitted a moment ago."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

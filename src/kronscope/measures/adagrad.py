@@ -38,32 +38,44 @@ def measure_history(
     details: Sequence[str] = (),
     progress: bool = True,
 ) -> Results:
-    r"""Measure how well each approximation fits :math:`H_T = \sum_{t\le T} g_t g_t^\top`, for each step T asked for.
+    r"""Measure how well each approximation fits Adagrad's matrix, at chosen steps of a training run.
 
-    Exact when every step was recorded: factors are carried on from one T to the next, norms come from one pass over all
-    pairs, and the optimal product starts from the one before. With a thinned history the rows have standard errors.
-    K-FAC has no batch gradients to work with, so its cosine is NaN.
+    At step T the matrix is :math:`H_T = \sum_{t\le T} g_t g_t^\top`. The answer is exact if every step was recorded,
+    and has standard errors if the history is thinned. K-FAC has no fit here, since a run's gradients are those of whole
+    batches: its cosine is NaN.
 
-    Where several processes share the records, every one of them must call this, and all get the same answer.
+    If several processes share the records, each of them must call this, and all get the same answer.
 
     Args:
         history: The recorded gradients.
-        approximations: Names or objects.
-        at: Steps T, counted from 1; None is the last.
-        layers: Which of the recorded layers; None takes all.
-        beta: Weigh the gradients as an exponential mean with this decay instead of Adagrad's plain sum.
-        details: Also compute ``"spectrum"`` (Figure 2; singular values beyond the first at the last step only) and
-            ``"exponents"`` curves.
-        progress: Show a progress bar on a terminal.
+        approximations: Names or objects; see :func:`kronscope.approx.names`.
+        at: The steps T, counted from 1; None takes the last one.
+        layers: Which of the recorded layers to measure; None takes all.
+        beta: Weigh the gradients as an exponential mean with this decay; None adds them up, as Adagrad does.
+        details: Curves to compute as well: ``"spectrum"`` (Figure 2; singular values beyond the first only at the last
+            step) and ``"exponents"``.
+        progress: Show a progress bar if standard error is a terminal.
 
     Returns:
-        One row per layer, step and approximation, with ``truth="adagrad"``.
+        One row for each layer, step and approximation, with ``truth="adagrad"``.
 
     Raises:
-        OptionError: a step or option out of range.
+        OptionError: a step or an option is out of range.
         DataError: nothing is recorded.
         NonFiniteError: a recorded gradient is not finite.
-        DistributedError: another process was called differently, failed, or did not come.
+        DistributedError: another process called this with other arguments, failed, or did not call it.
+
+    >>> import kronscope as ks
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> history = ks.GradientHistory.attach(optimizer, model, layers=["weight"])
+    >>> for _ in range(5):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 3)).square().mean().backward()
+    ...     optimizer.step()
+    >>> history.detach()
+    >>> [(row.step, row.approximation) for row in ks.measure_history(history, at=[1, 5], approximations=["shampoo2"])]
+    [(1, 'shampoo2'), (5, 'shampoo2')]
     """
     processes = history.processes
     processes.barrier("ks.measure_history")

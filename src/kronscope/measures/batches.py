@@ -8,14 +8,14 @@ from kronscope.curvature import SecondMoment
 from kronscope.errors import OptionError
 from kronscope.gradients.stream import GradientStream, Known
 
-__all__ = ["Batches", "batch_stream"]
+__all__ = ["FitBatches", "batch_stream"]
 
 
 @dataclass(frozen=True)
-class Batches:
-    """The batches that a fit is the expectation over; the arguments are those of :func:`batch_stream`.
+class FitBatches:
+    """The batches over which a fit is the expectation; the fields are the arguments of :func:`batch_stream`.
 
-    >>> Batches(256, replacement=False).options, Batches(256, replacement=False, labels="exact").options
+    >>> FitBatches(256, replacement=False).options, FitBatches(256, replacement=False, labels="exact").options
     ('replacement=False', '')
     """
 
@@ -37,21 +37,30 @@ class Batches:
 def batch_stream(
     stream: GradientStream, batch_size: int, *, replacement: bool = True, labels: str = "real"
 ) -> GradientStream:
-    r"""Return the atoms whose second moment is :math:`B\, \mathbb{E}[g_B g_B^\top]` over batches of B samples.
+    r"""Return the gradients as a batch of B samples sees them, in expectation over all batches.
 
-    With :math:`E_2` the stream's second moment and :math:`\bar G` its mean, batches drawn with replacement give
-    :math:`E_2 + (B-1)\, \bar g \bar g^\top`; without replacement, from N samples,
-    :math:`\frac{N-B}{N-1} E_2 + \frac{(B-1) N}{N-1}\, \bar g \bar g^\top`.
+    The stream that comes out has the second moment :math:`B\, \mathbb{E}[g_B g_B^\top]`, where :math:`g_B` is the mean
+    gradient of a random batch. With :math:`E_2` the second moment of single samples and :math:`\bar g` their mean, it
+    is :math:`E_2 + (B-1)\, \bar g \bar g^\top` for batches drawn with replacement, and :math:`\frac{N-B}{N-1} E_2 +
+    \frac{(B-1) N}{N-1}\, \bar g \bar g^\top` for batches drawn without, from N samples.
 
     Args:
-        stream: Atoms of single samples, with weights 1/N.
-        batch_size: B.
-        replacement: How batches are drawn.
-        labels: With the model's own labels, ``"exact"`` or ``"sampled"`` anew for every batch, B changes nothing
-            (Lemma 7): gradients have mean zero under them.
+        stream: Gradients of single samples, with weights 1/N.
+        batch_size: The batch size B.
+        replacement: Whether the samples of a batch are drawn with replacement.
+        labels: Which labels the gradients are of. With the model's own (``"exact"``, or ``"sampled"`` anew for every
+            batch) gradients have mean zero, so B changes nothing (Lemma 7).
+
+    Returns:
+        A stream with one more gradient, the mean; or the same stream where B changes nothing.
 
     Raises:
         OptionError: B is below one, or above N without replacement.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> batch_stream(stream, 32)
+    GradientStream(3x4, 51 samples, 1 columns)
     """
     if batch_size < 1:
         raise OptionError(f"batch_size must be 1 or more, got {batch_size}.")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kronscope.errors import MemoryBudgetError, OptionError
 from kronscope.gradients import LayerSpec
 
-__all__ = ["affordable", "factor_bytes", "parse_budget", "size_text", "sweeps"]
+__all__ = ["affordable", "layer_bytes", "parse_budget", "size_text", "sweeps"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BY_DEFAULT = 8 << 30
@@ -40,7 +40,7 @@ def parse_budget(budget: int | float | str | None) -> int:
     return int(budget)
 
 
-def factor_bytes(shape: tuple[int, int]) -> int:
+def layer_bytes(shape: tuple[int, int]) -> int:
     """Bytes a layer needs whatever its samples: factors, eigenbases, tables and a few vectors of a power iteration."""
     m, n = shape
     return 8 * (12 * (m * m + n * n) + 4 * m * n)
@@ -54,7 +54,7 @@ def affordable(specs: Sequence[LayerSpec], budget: int, *, by_name: bool) -> tup
     """
     kept, skipped = [], []
     for spec in specs:
-        needed = factor_bytes(spec.shape)
+        needed = layer_bytes(spec.shape)
         if needed <= budget:
             kept.append(spec)
             continue

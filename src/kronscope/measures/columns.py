@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kronscope.gradients import GradientStream, LayerPlan, Recorder
-from kronscope.measures.batches import Batches
+from kronscope.measures.batches import FitBatches
 from kronscope.measures.estimates import FEWEST_RANDOM
 from kronscope.measures.fits import Fit
 
 if TYPE_CHECKING:
     from kronscope.measures.options import MeasureOptions
 
-__all__ = ["TRUTHS", "CallColumns", "Columns", "FitColumns", "TruthColumns"]
+__all__ = ["TRUTHS", "CallColumns", "ColumnRequest", "FitColumns", "TruthColumns"]
 
 # Each truth, and the labels its own atoms have.
 TRUTHS = {"gauss_newton": "exact", "empirical_fisher": "real"}
@@ -38,7 +38,7 @@ _FEW_DRAWS = 5
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnRequest:
     """Label columns to capture gradients with.
 
     Attributes:
@@ -81,10 +81,10 @@ class FitColumns:
         spare: As many other draws, for the error bar of a fit on so few that none can be left out.
     """
 
-    fitted: Columns
-    batches: Batches
+    fitted: ColumnRequest
+    batches: FitBatches
     resample: str | None = None
-    spare: Columns | None = None
+    spare: ColumnRequest | None = None
 
     @property
     def labels(self) -> str:
@@ -102,17 +102,17 @@ class CallColumns:
     """
 
     options: MeasureOptions
-    truth: Columns
+    truth: ColumnRequest
 
     def of(self, fit: Fit) -> FitColumns:
         """Decide what a fit is made of."""
         options = self.options
         own = TRUTHS[options.truth]
         asked = fit.labels or own
-        fitted = self.truth if asked == own else Columns(asked)
+        fitted = self.truth if asked == own else ColumnRequest(asked)
         if asked == "sampled":
             # other draws than the truth's
-            fitted = Columns(asked, options.draws, options.seed + 1)
+            fitted = ColumnRequest(asked, options.draws, options.seed + 1)
         resample = None
         if fit.probes(options.seed) is None:
             drawn = "columns" if self.truth.mixed else "drawn fit" if asked == "sampled" else None
@@ -120,12 +120,12 @@ class CallColumns:
         few = asked == "sampled" and resample in ("columns", "drawn fit") and fitted.draws < _FEW_DRAWS
         return FitColumns(
             fitted=fitted,
-            batches=Batches(fit.batch_size, options.replacement, asked),
+            batches=FitBatches(fit.batch_size, options.replacement, asked),
             resample=resample,
             spare=replace(fitted, seed=options.seed + 2) if few else None,
         )
 
-    def all(self) -> list[Columns]:
+    def all(self) -> list[ColumnRequest]:
         """Everything to capture, each once: the truth's columns first, spare ones last."""
         fits = [self.of(fit) for fit in self.options.fits]
         fitted = sorted({fit.fitted for fit in fits} - {self.truth}, key=lambda columns: columns.labels)
@@ -149,11 +149,11 @@ class TruthColumns:
         self._first = min(_FIRST_COLUMNS, max(options.max_columns or _FIRST_COLUMNS, 2 * FEWEST_RANDOM))
         self._left: Tensor | None = None
 
-    def first(self) -> Columns:
+    def first(self) -> ColumnRequest:
         """What to begin with."""
-        return self.of(self._first) if self._estimated else Columns(self._own)
+        return self.of(self._first) if self._estimated else ColumnRequest(self._own)
 
-    def enough(self, columns: Columns, stderr: float, accuracy: float) -> Columns:
+    def enough(self, columns: ColumnRequest, stderr: float, accuracy: float) -> ColumnRequest:
         """As many columns as it takes for a standard error of ``accuracy``, where some have given ``stderr``."""
         now = columns.fixed + columns.draws
         if math.isnan(stderr):
@@ -164,20 +164,20 @@ class TruthColumns:
         wanted = now if needed <= now else 2 ** math.ceil(math.log2(needed))
         return columns if wanted == now else self.of(min(wanted, max(_MOST_COLUMNS, now)))
 
-    def most(self) -> Columns:
+    def most(self) -> ColumnRequest:
         """As many as an estimate may have."""
         return self.of(_MOST_COLUMNS)
 
-    def of(self, count: int) -> Columns:
+    def of(self, count: int) -> ColumnRequest:
         """The best columns of a number: all where there are no more, else as few exact ones as leave least variance."""
         if count >= self._exact:
-            return Columns("exact")
+            return ColumnRequest("exact")
         if self._left is None:
             self._left = self._recorder.remainders(min(_MOST_COLUMNS, self._exact))
         most = min(count - max(FEWEST_RANDOM, count // 4), len(self._left) - 1)
         # the remainder's variance goes with its square and with one over the number of random columns
         fixed = int((self._left[: most + 1] / (count - torch.arange(most + 1))).argmin())
-        return Columns("mixed", count - fixed, self._seed, fixed)
+        return ColumnRequest("mixed", count - fixed, self._seed, fixed)
 
 
 def _costly(recorder: Recorder, parameters: int) -> bool:

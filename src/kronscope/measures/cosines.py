@@ -11,7 +11,9 @@ __all__ = ["cosine", "relative_error"]
 
 
 def cosine(H: SecondMoment | Operator, K: Operator) -> float:
-    r"""Return :math:`\cos(H, K) = \langle H, K\rangle_F / (\|H\|_F \|K\|_F)`, exactly.
+    r"""Return :math:`\cos(H, K) = \langle H, K\rangle_F / (\|H\|_F \|K\|_F)`, computed exactly.
+
+    Both are seen as long vectors: the cosine is 1 if K is H up to a positive scale, and 0 if they share nothing.
 
     Args:
         H: The matrix, usually a :class:`~kronscope.SecondMoment`; two operators can be compared as well.
@@ -33,7 +35,13 @@ def cosine(H: SecondMoment | Operator, K: Operator) -> float:
 
 
 def relative_error(value: float) -> float:
-    r"""Return :math:`\min_s \|H - sK\|_F / \|H\|_F = \sqrt{1 - \cos^2}`.
+    r"""Return :math:`\min_s \|H - sK\|_F / \|H\|_F = \sqrt{1 - \cos^2}`, what is left of H at the best scale of K.
+
+    Args:
+        value: The cosine.
+
+    Returns:
+        A number between 0 and 1; NaN for NaN.
 
     >>> relative_error(0.6)
     0.8

@@ -21,11 +21,13 @@ _LABELS = ("exact", "sampled", "real")
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to fit approximations; :func:`kronscope.measure_fits` compares several with one truth.
+    """One way to fit approximations: which labels, which batch size, which approximations.
+
+    :func:`kronscope.measure_fits` compares several of them with one truth.
 
     Args:
-        labels: ``"exact"``, ``"sampled"`` or ``"real"``; None is the truth's own.
-        batch_size: The B of the batch lemmas.
+        labels: ``"exact"``, ``"sampled"`` or ``"real"``; None takes the truth's own.
+        batch_size: The batch size B of the paper's batch lemmas.
         approximations: Names or objects; see :func:`kronscope.approx.names`.
         details: Curves to compute beside the cosines: ``"spectrum"``, ``"exponents"``, ``"batch_sizes"``.
         estimator: ``"exact"``, or ``"probes"`` (or a :class:`Probes`) for the paper's estimator.

@@ -12,7 +12,7 @@ from kronscope.approx import Approximation, Optimal, options_of
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, DataError, NotFactoredError
 from kronscope.gradients.stream import GradientStream
-from kronscope.measures.batches import Batches
+from kronscope.measures.batches import FitBatches
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.estimates import RandomColumns, checked
 from kronscope.measures.operators import Given
@@ -59,7 +59,7 @@ class LayerStreams:
     note: str = ""
     whole_square: float = 0.0
     spare: GradientStream | None = None
-    batches: Batches = field(default_factory=Batches)
+    batches: FitBatches = field(default_factory=FitBatches)
 
 
 def layer_rows(
@@ -179,7 +179,7 @@ def _from_columns(columns: RandomColumns, streams: LayerStreams, approximation: 
 def _resampled(
     resampler: Resampler | OtherDraws,
     approximation: Approximation,
-    batches: Batches,
+    batches: FitBatches,
 ) -> Estimate:
     if approximation.fits_truth and isinstance(resampler, Resampler):
         return resampler.on_truth().cosine(approximation.fit)

@@ -55,49 +55,53 @@ def measure(
 ) -> Results:
     r"""Measure how well each approximation fits a curvature matrix, for every layer of a model.
 
-    For each layer, with :math:`H` the ``truth`` and :math:`K` an approximation fitted on ``labels`` and
-    ``batch_size``, the result is :math:`\cos(H, K) = \langle H, K\rangle_F / (\|H\|_F\|K\|_F)`: exact for the samples
-    given, unless you ask for the population they came from or for the paper's random probes.
+    For each layer, with :math:`H` the ``truth`` and :math:`K` an approximation fitted on ``labels`` and ``batch_size``,
+    the result is :math:`\cos(H, K) = \langle H, K\rangle_F / (\|H\|_F\|K\|_F)`. It is exact for the samples given,
+    unless you ask for the population they came from or for the paper's random probes.
 
-    The model is measured in eval mode and left exactly as found: parameters, buffers, modes, gradients, hooks and
-    random states, also after an error. Ctrl-C returns what is done so far, marked partial.
+    The model runs in eval mode and is left exactly as it was: parameters, buffers, mode, gradients, hooks and random
+    states, also after an error. Ctrl-C returns what is done so far, marked as partial.
 
     Args:
-        model: Any ``nn.Module`` that treats the samples of a batch independently in eval mode.
+        model: Any ``nn.Module`` that, in eval mode, treats the samples of a batch independently.
         loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
-        data: Batches ``(inputs, targets)``, first dimension = samples, in the same order every time.
-        layers: Parameter names or globs; ``"p[0:64]"`` takes rows, ``"a+b"`` stacks rows. None takes every parameter
-            of two or more dimensions that fits the memory budget.
-        truth: ``"gauss_newton"`` or ``"empirical_fisher"``.
-        labels: What the approximations are fitted on: ``"exact"``, ``"sampled"`` or ``"real"``; None is the truth's own
-            (the optimal product is always fitted on the truth).
-        batch_size: The B of the batch lemmas: the fit is the expectation over batches of B samples.
+        data: Batches ``(inputs, targets)`` with the samples in the first dimension; the same in every pass.
+        layers: Parameter names or globs; ``"p[0:64]"`` takes rows of a parameter, ``"a+b"`` stacks two. None takes
+            every parameter of two or more dimensions that fits the memory budget.
+        truth: The matrix to compare with, ``"gauss_newton"`` or ``"empirical_fisher"``.
+        labels: What the approximations are fitted on: ``"exact"`` (the expectation over the model's own predictions),
+            ``"sampled"`` (labels drawn from them) or ``"real"`` (the targets). None takes the truth's own. The optimal
+            product is always fitted on the truth.
+        batch_size: The batch size B of the paper's lemmas: the fit is the expectation over batches of B samples. It has
+            nothing to do with the batches of ``data``.
         approximations: Names or objects; see :func:`kronscope.approx.names`.
-        max_samples: Use only the first samples.
-        seed: For drawn labels and probes.
+        max_samples: Use only so many samples, the first ones.
+        seed: Seed of drawn labels and of probes.
         step: The training step to write into the rows.
-        progress: Show a progress bar on a terminal.
-        forward: ``(model, inputs) -> outputs`` for models with their own conventions.
-        draws: Label draws per sample for ``labels="sampled"``.
-        population: Answer for the population the samples came from, with standard errors, instead of for the samples.
-        estimator: ``"exact"``, or ``"probes"`` (or a :class:`Probes`) for the paper's estimator.
-        memory_budget: Bytes, or a text such as ``"2GiB"``; default a third of the machine's memory, at most 8 GiB.
-        details: Also compute ``"spectrum"`` (Figure 2), ``"exponents"`` and ``"batch_sizes"`` curves.
-        spectrum_rank: Leading singular values in the ``"spectrum"`` detail.
-        accuracy: With very many classes the truth itself is drawn: the standard error to reach.
-        max_columns: Draw the truth's labels when exact ones need more backward passes than this per sample; None
-            decides by the cost.
-        replacement: Whether the batches of ``batch_size`` are drawn with replacement.
-        backend: ``"auto"``, ``"hooks"`` (fast) or ``"func"`` (general).
-        operators: Operators to measure beside the fits, by the name of their rows: an optimizer, whose live operators
-            of the layers are taken (ours, or the second moments of torch's), or operators by layer.
-        verbose: Print how each layer is captured and contracted, to standard error.
+        progress: Show a progress bar if standard error is a terminal.
+        forward: A function ``(model, inputs) -> outputs``, for models that are called in another way.
+        draws: Labels drawn per sample for ``labels="sampled"``.
+        population: Answer for the population that the samples came from, with standard errors, instead of for the
+            samples.
+        estimator: ``"exact"``, or ``"probes"`` (or a :class:`~kronscope.Probes`) for the paper's estimator.
+        memory_budget: Bytes, or a text such as ``"2GiB"``; None allows a third of the machine's memory, at most 8 GiB.
+        details: Curves to compute as well: ``"spectrum"`` (Figure 2), ``"exponents"`` and ``"batch_sizes"``.
+        spectrum_rank: Number of leading singular values in the ``"spectrum"`` detail.
+        accuracy: With very many classes the truth itself is estimated; this is the standard error to reach.
+        max_columns: Estimate the truth if exact labels need more backward passes per sample than this. None decides by
+            the cost.
+        replacement: Whether the samples of a batch of ``batch_size`` are drawn with replacement.
+        backend: How gradients are captured: ``"hooks"`` (fast), ``"func"`` (general), or ``"auto"``.
+        operators: Operators to measure beside the fits, by the name their rows shall have. Each is an optimizer, whose
+            current preconditioners are taken (for torch's optimizers their second moments), or a dictionary from layers
+            to operators.
+        verbose: Print to standard error how the gradients of each layer are captured and contracted.
         distributed: With torch.distributed initialised, every process calls this with its own part of the data, and all
-            get the answer for the whole. None infers that, False measures this process alone, a process group those
-            in it.
+            get the answer for the whole. None finds out whether it is, False measures this process alone, and a process
+            group takes the processes in it.
 
     Returns:
-        One row per layer and approximation.
+        One row for each layer and approximation.
 
     Raises:
         OptionError: an argument is not among the allowed values.
@@ -165,36 +169,36 @@ def measure_fits(
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> tuple[Results, ...]:
-    r"""Measure several fits against one truth: the gradients are captured once, its norm and optimum taken once.
+    """Measure several fits against one truth, in one go.
 
-    That is how to see the effect of labels, batch size and estimator. Put the results together with
-    :meth:`Results.merge`.
+    Gradients are captured once, and the truth's norm and optimum are computed once. This is how to see what labels,
+    batch size and estimator change. :meth:`Results.merge` puts the results together.
 
     Args:
-        model: As for :func:`measure`, and so are all other arguments that are not listed here.
+        model: As for :func:`measure`, and so are all arguments that are explained briefly here.
         loss: The loss.
         data: The data.
         fits: What approximations are fitted on, and which ones.
         layers: The layers.
         truth: ``"gauss_newton"`` or ``"empirical_fisher"``.
-        max_samples: Use only the first samples.
-        seed: For drawn labels and probes.
+        max_samples: Use only so many samples.
+        seed: Seed of drawn labels and of probes.
         step: The training step to write into the rows.
-        progress: Show a progress bar on a terminal.
-        forward: ``(model, inputs) -> outputs``.
-        draws: Label draws per sample for ``labels="sampled"``.
-        population: Answer for the population the samples came from, except in fits that are estimated with probes.
+        progress: Show a progress bar.
+        forward: A function ``(model, inputs) -> outputs``.
+        draws: Labels drawn per sample for ``labels="sampled"``.
+        population: Answer for the population that the samples came from, except in fits that are estimated with probes.
         memory_budget: Bytes, or a text such as ``"2GiB"``.
-        spectrum_rank: Leading singular values in the ``"spectrum"`` detail.
-        accuracy: The standard error to reach where the truth itself is drawn.
-        max_columns: Draw the truth's labels above this many backward passes per sample.
-        replacement: Whether batches are drawn with replacement.
+        spectrum_rank: Number of leading singular values in the ``"spectrum"`` detail.
+        accuracy: The standard error to reach where the truth itself is estimated.
+        max_columns: Estimate the truth beyond so many backward passes per sample.
+        replacement: Whether the samples of a batch are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` or ``"func"``.
         verbose: Print how each layer is captured and contracted.
         distributed: Whether the data is spread over processes.
 
     Returns:
-        One result for each fit, in their order.
+        One result for each fit, in the order of ``fits``.
 
     Raises:
         KronscopeError: as :func:`measure` does.
@@ -247,26 +251,30 @@ def second_moment(
     progress: bool = True,
     distributed: bool | ProcessGroup | None = None,
 ) -> SecondMoment:
-    """Capture one layer's matrix, the truth that :func:`measure` compares with.
+    """Capture the matrix of one layer: the truth that :func:`measure` compares with.
 
-    Its norm, trace, contractions and products with vectors are there without the matrix being formed, and
-    :func:`cosine` compares it with any operator. Where exact labels need too many columns, it is estimated from 256
+    Its norm, trace, contractions and products with vectors can be had without ever forming it, and :func:`cosine`
+    compares it with any operator. Where exact labels would need too many backward passes, it is estimated from 256
     columns of each sample, with a warning.
 
     Args:
-        model: As for :func:`measure`, and so are all other arguments that are not listed here.
+        model: As for :func:`measure`, and so are all arguments that are explained briefly here.
         loss: The loss.
         data: The data.
-        layer: The name of one layer, as in ``layers`` of :func:`measure`.
+        layer: The name of one layer, written as in ``layers`` of :func:`measure`.
         truth: ``"gauss_newton"`` or ``"empirical_fisher"``.
-        max_samples: Use only the first samples.
-        seed: Of the random columns of an estimate.
-        forward: ``(model, inputs) -> outputs``.
-        memory_budget: Bytes, or a text such as ``"2GiB"``; what does not fit is captured anew for every contraction.
-        max_columns: Estimate above this many backward passes per sample.
+        max_samples: Use only so many samples.
+        seed: Seed of the random columns, if the matrix is estimated.
+        forward: A function ``(model, inputs) -> outputs``.
+        memory_budget: Bytes, or a text such as ``"2GiB"``. Gradients that do not fit are captured again for every
+            contraction.
+        max_columns: Estimate beyond so many backward passes per sample.
         backend: ``"auto"``, ``"hooks"`` or ``"func"``.
-        progress: Show a progress bar on a terminal.
+        progress: Show a progress bar.
         distributed: Whether the data is spread over processes.
+
+    Returns:
+        The matrix; its ``stream`` holds the gradients.
 
     Raises:
         LayerError: the name stands for no layer, or for several.

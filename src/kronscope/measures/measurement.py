@@ -21,7 +21,7 @@ from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_lay
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.losses import read_loss
 from kronscope.measures.budget import affordable, size_text, sweeps
-from kronscope.measures.columns import TRUTHS, CallColumns, Columns, TruthColumns
+from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, TruthColumns
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
 from kronscope.measures.estimates import RandomColumns
 from kronscope.measures.fits import Fit
@@ -177,7 +177,7 @@ class Measurement:
     def __init__(self, options: MeasureOptions, budget: int, *, warns: bool = True) -> None:
         self.options, self.budget, self.warns = options, budget, warns
         self.fits = [FitRecord(fit, fit.fitted, fit.probes(options.seed)) for fit in options.fits]
-        self.columns = CallColumns(options, Columns(TRUTHS[options.truth]))
+        self.columns = CallColumns(options, ColumnRequest(TRUTHS[options.truth]))
         self.operators: dict[str, list[Given]] = {}
         self.facts: dict[str, Any] = {}
         self.notes: list[str] = []
@@ -290,9 +290,9 @@ class Measurement:
         return max((row.stderr for row in rows if not math.isnan(row.stderr)), default=0.0)
 
     def _capture(
-        self, recorder: Recorder, wanted: Sequence[Columns], names: list[str], bar: Bar, *, cache: bool
-    ) -> dict[Columns, dict[str, GradientStream]]:
-        captured: dict[Columns, dict[str, GradientStream]] = {}
+        self, recorder: Recorder, wanted: Sequence[ColumnRequest], names: list[str], bar: Bar, *, cache: bool
+    ) -> dict[ColumnRequest, dict[str, GradientStream]]:
+        captured: dict[ColumnRequest, dict[str, GradientStream]] = {}
         for each in wanted:
             what = f"of {len(names)} layer{'s' * (len(names) > 1)}" if not captured else f"with {each.labels} labels"
             bar.begin(f"gradients {what}", recorder.own_samples)
@@ -303,7 +303,7 @@ class Measurement:
                 stream.keep_bytes = keep
         return captured
 
-    def _measure_layer(self, name: str, captured: Mapping[Columns, GradientStream], bar: Bar) -> None:
+    def _measure_layer(self, name: str, captured: Mapping[ColumnRequest, GradientStream], bar: Bar) -> None:
         truth, columns = captured[self.columns.truth], self.columns.truth
         form = str(SecondMoment(truth).plan())
         self.facts.setdefault("contraction", {})[name] = form

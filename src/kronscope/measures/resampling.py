@@ -1,11 +1,15 @@
 r"""Error bars: what the cosine would be for the population the samples came from, or for exact labels.
 
-Two things are done. First, :math:`\|H\|_F^2` of a few samples is too large on average, since each sample also makes a
-pair with itself; here it is the mean over pairs of different samples (a U-statistic). Where the samples are fixed and
-only their labels are drawn, pairs of different draws of a sample count in place of a draw's pair with itself. Second,
-the measurement is repeated with one group of samples (or draws) left out, for each group: the delete-a-group jackknife.
-How the repetitions differ gives the standard error, and how their mean differs from the whole gives the remaining bias,
-which is taken off. This works for any approximation, since all it takes is to fit it again.
+Two things are done.
+
+First, :math:`\|H\|_F^2` is a sum over pairs of samples. For a few samples it is too large on average, since each sample
+also makes a pair with itself. So it is replaced by the mean over pairs of different samples (a U-statistic). Where the
+samples are fixed and only their labels are drawn, a draw's pair with itself is replaced by pairs of different draws.
+
+Second, the measurement is repeated many times, each time with one group of samples (or draws) left out: the
+delete-a-group jackknife. The spread of the repetitions gives the standard error. The difference between their mean and
+the whole gives the remaining bias, which is subtracted. This works for every approximation, since all it takes is to
+fit it again.
 """
 
 from __future__ import annotations
@@ -33,7 +37,16 @@ Fitter = Callable[[GradientStream], Operator]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its standard error."""
+    """A number with its standard error.
+
+    Attributes:
+        value: The estimate.
+        stderr: Its standard error; NaN where it is not known.
+        note: What a reader must know, such as why there is no standard error.
+
+    >>> Estimate(0.91, 0.02).stderr
+    0.02
+    """
 
     value: float
     stderr: float
@@ -41,20 +54,30 @@ class Estimate:
 
 
 class Resampler:
-    """Cosines with an error bar, from fitting again with one group of samples, or of label draws, left out.
+    """Estimates cosines with an error bar, by fitting again with one group of samples, or of label draws, left out.
+
+    See the head of this module for the method.
 
     Args:
-        truth: Stream of the matrix.
-        fitted: Stream the approximations are fitted on; may be the same object.
-        by: ``"samples"`` for the population question, ``"draws"`` for the label noise of these samples.
-        fixed_truth: Whether the truth is exact; groups are then left out of the fitted stream only.
+        truth: The gradients that the matrix H is made of.
+        fitted: The gradients that approximations are fitted on; may be the same object.
+        by: ``"samples"`` for the error bar of a population that the samples came from, ``"draws"`` for that of the
+            label noise of these samples.
+        fixed_truth: Whether H is exact; groups are then left out of ``fitted`` only.
         groups: Number of groups of samples or draws.
-        whole_square: For samples from a finite whole, such as every k-th step of a run of T steps: the sum of the
-            squared weights of all T, scaled to sum to one (1/T where they are equal). The answer is then the value on
-            all T steps, in whose norm each step also makes a pair with itself. 0 is for an infinite population.
+        whole_square: Only for samples from a finite whole, such as every k-th step of a run of T steps, where the
+            answer is to be that of all T: the sum of the squared weights of all T, scaled so that the weights sum to
+            one (1/T where they are equal). 0 is for an infinite population. It matters because the norm of H also has
+            the pair that each step makes with itself.
 
     Raises:
         DataError: there are too few samples or draws to leave any out.
+
+    >>> import torch, kronscope as ks
+    >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
+    >>> estimate = Resampler(stream, stream, "samples").cosine(ks.approx.get("shampoo2").fit)
+    >>> 0 < estimate.stderr < 0.1
+    True
     """
 
     def __init__(
@@ -80,11 +103,11 @@ class Resampler:
         self._replicates = [self._without(group) for group in range(self.count)]
 
     def on_truth(self) -> Resampler:
-        """Return a resampler for what is fitted on the truth itself."""
+        """Return a resampler for approximations that are fitted on the truth itself."""
         return self if self.fitted is self.truth else Resampler(self.truth, self.truth, self.by)
 
     def cosine(self, fit: Fitter) -> Estimate:
-        """Estimate the cosine of what ``fit`` makes of the fitted stream with the truth."""
+        """Estimate the cosine between the truth and what ``fit`` makes of the fitted gradients."""
         whole = self._one(fit, *self._whole, self._norms[0])
         try:
             values = [
@@ -160,11 +183,12 @@ class Resampler:
 
 
 class OtherDraws:
-    r"""Error bars of what is fitted on a few label draws per sample, for these samples and an exact truth.
+    """Error bars of approximations that are fitted on a few label draws per sample, with an exact truth.
 
-    The groups of samples, one after the other, get other label draws. If a group's label noise :math:`e` moves the
-    cosine by :math:`a e`, other draws with noise :math:`e'` change it by :math:`a (e' - e)`, whose mean square is twice
-    the variance of :math:`a e`. So the variance of the cosine is half the sum of the squared changes.
+    One group of samples after the other gets new label draws, and the approximation is fitted again. If a group's label
+    noise :math:`e` moves the cosine by :math:`a e`, then new draws with noise :math:`e'` change it by :math:`a (e' -
+    e)`, whose mean square is twice the variance of :math:`a e`. So the variance of the cosine is half the sum of the
+    squared changes.
 
     Args:
         truth: Stream of the matrix.

@@ -23,19 +23,19 @@ __all__ = ["COLUMNS", "Detail", "Results", "Row"]
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Results:
-    """A measurement: rows, the curves behind them, what was asked, and whether it was finished.
+    """The result of a measurement: rows, the curves behind them, what was asked, and whether it was finished.
 
-    Print it for a table, save it as JSON, or hand it to pandas, to a figure or to an interactive report. It does
-    not change: :meth:`select` and :meth:`merge` return new ones.
+    Print it for a table, save it as JSON, or turn it into a data frame, a picture or an interactive report. It never
+    changes: :meth:`select` and :meth:`merge` return new results.
 
     Args:
-        rows: The cosines.
-        details: Curves for figures and the report.
-        settings: What was asked and how it was done; anything that is not plain data is kept as its text.
-            Tables and reports give a place of their own to ``title``, ``population``, ``estimator``, ``cut``
-            (what was made smaller than asked or than in the paper) and ``notes``; the last two are text, a list
-            or a dictionary.
-        partial: Whether the work was interrupted.
+        rows: One :class:`~kronscope.measures.Row` for each cosine.
+        details: Curves, for figures and the report.
+        settings: What was asked and how it was done. Anything that is not plain data is kept as its text. Tables and
+            reports show these in places of their own: ``title``, ``population``, ``estimator``, ``cut`` (what was made
+            smaller than asked, or smaller than in the paper) and ``notes``; the last two are text, a list or a
+            dictionary.
+        partial: Whether the measurement was interrupted.
 
     >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97, samples=128)
     >>> results = Results([row], settings={"seed": 0})
@@ -102,7 +102,7 @@ class Results:
 
     @property
     def question(self) -> str:
-        """Which question the numbers answer, in a sentence."""
+        """A sentence that says which question the numbers answer: for these samples, or for their population."""
         return _question(self.rows, self.settings)
 
     def select(
@@ -116,10 +116,22 @@ class Results:
         step: int | Iterable[int] | None = None,
         options: str | Iterable[str] | None = None,
     ) -> Results:
-        """The rows (and curves) that match every argument: a value, several values, or a pattern with ``*``.
+        """Return only the rows (and curves) that match every argument.
+
+        Args:
+            layer: A value, several values, or a pattern with ``*``; so are the others. None takes every row.
+            truth: As in :class:`~kronscope.measures.Row`.
+            approximation: The registered name.
+            labels: As in :class:`~kronscope.measures.Row`.
+            batch_size: As in :class:`~kronscope.measures.Row`.
+            step: As in :class:`~kronscope.measures.Row`.
+            options: As in :class:`~kronscope.measures.Row`.
+
+        Returns:
+            New results with the same settings.
 
         Raises:
-            OptionError: A value occurs in no row; the nearest ones that do are listed.
+            OptionError: a value occurs in no row; the nearest ones that do are listed.
 
         >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97)
         >>> len(Results([row]).select(layer="fc.*", approximation=["shampoo2"]))
@@ -151,16 +163,26 @@ class Results:
         return Results(rows, details, self.settings, self.partial)
 
     def merge(self, *others: Results) -> Results:
-        """All rows of these results, in order; where two measured the same thing, the later one stands.
+        """Put several results together; where two measured the same thing, the later one counts.
 
         Fits with different options (of the approximation, or batches drawn without replacement) are different things.
+        Settings on which all agree stay; the others are listed run by run under ``"runs"``. The whole is partial if one
+        of the results is.
 
-        Settings on which all agree stay; the others are listed run by run under ``"runs"``. The whole is partial
-        if one part is.
+        Args:
+            others: The other results, in order.
+
+        Returns:
+            New results with all rows.
 
         Raises:
-            ResultsError: A layer has another shape in one of them: they are of different models. Or two measured the
-                same thing as different questions: exactly and for the population, say.
+            ResultsError: a layer has another shape in one of them, so they are of different models; or two measured the
+                same thing as answers to different questions, for example exactly and for the population.
+
+        >>> before = Results([Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97)])
+        >>> after = Results([Row("fc.weight", 10, 64, 100, "gauss_newton", "exact", 1, "shampoo2", 0.95)])
+        >>> before.merge(after).steps
+        (0, 100)
         """
         parts = (self, *others)
         given: tuple[object, ...] = parts
@@ -181,16 +203,30 @@ class Results:
         return Results(rows.values(), details.values(), settings, any(part.partial for part in parts))
 
     def to_pandas(self) -> pd.DataFrame:
-        """The rows as a data frame with the columns :data:`COLUMNS`, and ``options`` where a row has any."""
+        """Return the rows as a data frame, with a column ``options`` if any row has some.
+
+        Returns:
+            One line per row.
+
+        >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97)
+        >>> Results([row]).to_pandas()[["layer", "approximation", "cosine"]].values.tolist()
+        [['fc.weight', 'shampoo2', 0.97]]
+        """
         import pandas as pd
 
         names = (*COLUMNS, "options") if any(row.options for row in self.rows) else COLUMNS
         return pd.DataFrame({name: [getattr(row, name) for row in self.rows] for name in names})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write everything to one JSON file, which :meth:`load` reads back as it was.
+        """Write everything to one JSON file, which :meth:`load` reads back unchanged.
 
         The file appears whole or not at all. NaN is written as null.
+
+        Args:
+            path: The file to write.
+
+        Returns:
+            The path.
 
         Raises:
             ResultsError: The file cannot be written there.
@@ -205,21 +241,50 @@ class Results:
     def load(cls, path: str | os.PathLike[str]) -> Results:
         """Read what :meth:`save` wrote.
 
+        Args:
+            path: The file.
+
+        Returns:
+            The results, equal to those that were saved.
+
         Raises:
             ResultsError: The file is missing, is not a results file, is cut short, or is of a newer version.
+
+        >>> import tempfile
+        >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Results([row]).save(f"{folder}/run.json")
+        ...     same = Results.load(path) == Results([row])
+        >>> same
+        True
         """
         from kronscope.measures import schema
 
         return schema.loads(schema.read_text(path), os.fspath(path))
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the cosines to a ``.png``, ``.pdf`` or ``.svg`` file; see :func:`~kronscope.figures.cosines`."""
+        """Draw the cosines to a ``.png``, ``.pdf`` or ``.svg`` file, as :func:`kronscope.figures.cosines` does.
+
+        Args:
+            path: The file to write.
+
+        Returns:
+            The path.
+        """
         from kronscope import figures
 
         return figures.save(figures.cosines(self), path)
 
     def report(self, path: str | os.PathLike[str], title: str | None = None) -> Path:
-        """Write one interactive HTML file that needs no network; see :func:`~kronscope.report.write_report`."""
+        """Write one interactive HTML file that needs no network, as :func:`kronscope.report.write_report` does.
+
+        Args:
+            path: The file to write.
+            title: The page's heading; None takes the one in the settings.
+
+        Returns:
+            The path.
+        """
         from kronscope.report import write_report
 
         return write_report(self, path, title=title)

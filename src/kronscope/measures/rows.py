@@ -59,22 +59,22 @@ class Row:
     """One cosine: how well one approximation fits one matrix of one layer at one step.
 
     Attributes:
-        layer: The parameter's name as it was asked for.
+        layer: The parameter's name, as it was asked for.
         rows: Rows m of the layer's matrix.
         cols: Columns n of the layer's matrix.
         step: The training step, or the number of recorded gradients.
-        truth: ``gauss_newton``, ``empirical_fisher`` or ``adagrad``.
+        truth: Which matrix the cosine is taken with: ``gauss_newton``, ``empirical_fisher`` or ``adagrad``.
         labels: What the approximation was fitted on: ``exact``, ``sampled`` or ``real``.
-        batch_size: The B of the batch lemmas, not the data loader's.
+        batch_size: The batch size B of the paper's batch lemmas, not the data loader's.
         approximation: The registered name.
         cosine: The cosine between the approximation and the truth; NaN where it does not exist.
         stderr: Its standard error; NaN where the answer is exact.
-        relative_error: √(1 − cosine²), the error left at the best scale.
+        relative_error: √(1 − cosine²), the error that is left at the best scale.
         samples: How many data samples the numbers come from.
-        seconds: What this row took.
+        seconds: How long this row took.
         note: What a reader must know, such as why the cosine is NaN.
-        options: How the fit differs from the usual one of that name, such as ``exponent=0.75``, or
-            ``replacement=False`` for batches drawn without replacement where that makes a difference.
+        options: How the fit differs from the usual one of that name, such as ``exponent=0.75``; also
+            ``replacement=False`` for batches drawn without replacement, where that makes a difference.
 
     Infinite numbers are kept as NaN. Two rows are equal when all their entries are, NaN being equal to NaN.
 
@@ -136,19 +136,19 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Detail:
-    """Curves behind a row that a table cannot hold.
+    """The curves behind a row, which a table cannot hold.
 
     Attributes:
-        layer: As in :class:`Row`, and so are the next four.
-        step: The training step.
-        truth: Which matrix.
-        labels: Which labels.
-        batch_size: Which B.
-        kind: ``spectrum`` (``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``),
-            ``exponents`` (``exponent``, ``cosine``) or ``batch_sizes`` (``batch_size`` and one curve per
-            approximation, by its :attr:`Row.variant`).
+        layer: As in :class:`Row`.
+        step: As in :class:`Row`.
+        truth: As in :class:`Row`.
+        labels: As in :class:`Row`.
+        batch_size: As in :class:`Row`.
+        kind: ``spectrum`` (with ``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``),
+            ``exponents`` (with ``exponent``, ``cosine``) or ``batch_sizes`` (with ``batch_size`` and one curve per
+            approximation, named by its :attr:`Row.variant`).
         values: Lists of numbers, numbers and text, by name.
-        options: ``replacement=False`` for batches drawn without replacement where that makes a difference, else empty.
+        options: As in :class:`Row`; for batches drawn without replacement, where that makes a difference.
 
     >>> curve = {"exponent": [0.5, 1.0], "cosine": [0.8, 0.9]}
     >>> Detail("fc.weight", 0, "gauss_newton", "exact", 1, "exponents", curve).series("cosine")

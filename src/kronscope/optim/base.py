@@ -216,16 +216,19 @@ class KroneckerOptimizer(PlannedOptimizer):
     # --- looking --------------------------------------------------------------------------------------------------
 
     def operator(self, param: Tensor) -> Operator:
-        r"""Return the live estimate of the curvature matrix that a parameter's preconditioner stands for.
+        r"""Return the curvature matrix that a parameter's preconditioner stands for at this moment.
 
-        For Shampoo it is :math:`L \otimes R / \operatorname{tr} L` of the present factors, without eps or damping and
-        whatever the exponent: what ``approx.get("shampoo2")`` fits on the gradients seen, with weights
-        :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums. Blocks give a block-diagonal operator, a
-        parameter without factors a diagonal one, SOAP an :class:`EigenbasisDiagonal`, KL-Shampoo its own factors.
-        Where several processes share the work, all of them must call it, and all get the same operator.
+        For Shampoo it is :math:`L \otimes R / \operatorname{tr} L` of the present factors, without eps and damping,
+        whatever the exponent: what ``approx.get("shampoo2")`` fits to the gradients seen so far, with weights
+        :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums. KL-Shampoo has its own factors, SOAP an
+        :class:`~kronscope.kron.EigenbasisDiagonal`; several blocks are block-diagonal, and without factors it is a
+        diagonal. If several processes share the work, all of them must call this, and all get the same operator.
 
         Args:
             param: A parameter of this optimizer that has had a gradient.
+
+        Returns:
+            The operator, which :func:`kronscope.cosine` compares with a matrix.
 
         Raises:
             StateError: it is not one of this optimizer's, or has had no gradient yet.
@@ -240,11 +243,14 @@ class KroneckerOptimizer(PlannedOptimizer):
         return live_operator(param, self._placement.whole(param, state), self._layouts[param], self._hyper(group))
 
     def explain(self, *, rows: bool = False) -> Explanation:
-        """Return the plan, with what it needs beside AdamW; works before the first step.
+        """Return the plan for each parameter, with its memory and time beside AdamW's; also before the first step.
 
         Args:
-            rows: Whether ``print`` shows each parameter's view, blocks, solver, bytes, FLOPs and share of the step's
-                cost, instead of a summary by shape. The answer's ``rows`` has them in any case.
+            rows: Whether ``print`` shows a line for each parameter instead of a summary by shape. The returned object
+                has the ``rows`` in any case.
+
+        Returns:
+            The plan; print it.
         """
         self._check_plan()
         names = self._names()
@@ -260,14 +266,16 @@ class KroneckerOptimizer(PlannedOptimizer):
         )
 
     def diagnostics(self, *, gather: bool = False) -> Diagnostics:
-        """Return condition, rank, staleness, residual and step size per parameter; ``print`` it for a table.
+        """Return the state of every preconditioner: condition, rank, age and residual of its roots, size of a step.
 
-        It never waits for other processes, unless told to. Where they divide the state (sharded parameters, or
-        ``parallel="divided"``), it tells of what this process has: of parameters whose blocks it works on, with the
-        step size where it has all of them.
+        It waits for other processes only with ``gather``. If processes divide the state (sharded parameters, or
+        ``parallel="divided"``), it has only the parameters whose blocks this process works on.
 
         Args:
-            gather: Tell of all parameters; all processes must call it, and all get the same answer.
+            gather: Have all parameters; all processes must then call it, and all get the same answer.
+
+        Returns:
+            One row for each parameter; print it for a table.
         """
         self._check_plan()
         names = self._names()

@@ -40,12 +40,15 @@ def _whole(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True)
 class Every:
-    """Refresh each root once every ``steps`` steps, staggered over factors; all of them at the first step.
+    """Take each root once every ``steps`` steps; at the first step, all of them.
 
     Attributes:
         steps: The period.
-        spread: Stagger, so that one process's steps take equally long. False takes all roots in the same step, which is
-            faster where many processes share them: a step is over when the slowest is.
+        spread: Spread the roots over the steps of a period, so that all steps take about equally long. False takes all
+            roots in the same step, which is faster where many processes share them: a step ends when the slowest ends.
+
+    Raises:
+        OptionError: ``steps`` is not a whole number of at least 1.
 
     >>> Every(4).period, Every(4).takes_all(1), Every(4).takes_all(2)
     (4, True, False)
@@ -70,14 +73,17 @@ class Every:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Refresh every root at each of the ``first`` steps, then once every ``every`` steps, staggered.
+    """Take every root at each of the first steps, then each root once every ``every`` steps.
 
-    Early on the factors change quickly, and a root that has not seen a direction amplifies it.
+    Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much.
 
     Attributes:
-        first: Number of steps that take every root.
+        first: Number of steps at the beginning that take every root.
         every: The period afterwards.
         spread: As for :class:`Every`.
+
+    Raises:
+        OptionError: a number is not a whole number of at least 1.
 
     >>> [step for step in range(1, 12) if Warmup(first=3, every=4).takes_all(step)]
     [1, 2, 3]
@@ -104,15 +110,22 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Refresh a root when its residual for the present factor exceeds ``tolerance``.
+    """Take a root anew when it no longer fits its factor.
 
-    The residual is the one that :meth:`diagnostics` reports. Looking costs a few matrix-vector products per factor
-    and one host synchronisation; each factor is looked at once every ``check`` steps, staggered.
+    Every ``check`` steps the residual of each root is computed, the one that ``optimizer.diagnostics()`` shows, and the
+    root is taken anew if it exceeds ``tolerance``. Computing it takes a few matrix-vector products for each factor, and
+    on a GPU one synchronisation.
 
     Attributes:
         tolerance: Relative residual that is still accepted.
         check: Steps between two looks at a factor.
-        spread: As for :class:`Every`.
+        spread: Spread the looks over the steps, as for :class:`Every`.
+
+    Raises:
+        OptionError: a number is out of range.
+
+    >>> Adaptive(tolerance=0.05, check=5).period
+    5
     """
 
     tolerance: float = 0.1
@@ -137,12 +150,19 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Trace:
-    r"""Corollary 2's scale: multiply :math:`L^e G R^e` by :math:`(\operatorname{tr} L)^{-(1/2+2e)}`.
+    r"""The scale of the paper's Corollary 2: multiply :math:`L^e G R^e` by :math:`(\operatorname{tr} L)^{-(1/2+2e)}`.
 
-    With :math:`e = -1/2` this is :math:`\sqrt{\operatorname{tr} L}\, L^{-1/2} G R^{-1/2}`, on Adam's scale.
+    For :math:`e = -1/2` the update is :math:`\sqrt{\operatorname{tr} L}\, L^{-1/2} G R^{-1/2}`, about as large as
+    Adam's.
 
     Attributes:
-        bound: Largest root mean square of an update; a longer one is shortened to it. None leaves the formula alone.
+        bound: Largest root mean square of an update; a larger one is scaled down to it. None sets no bound.
+
+    Raises:
+        OptionError: ``bound`` is not positive.
+
+    >>> Trace(bound=1.0)
+    Trace(bound=1.0)
     """
 
     bound: float | None = None
@@ -155,12 +175,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class Graft:
-    """Give each block's update the length another optimizer's would have.
+    """Give the update of each block the length that another optimizer's update would have (grafting).
 
     Attributes:
-        kind: ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``.
-        beta2: Decay of the second moment; None takes the group's (1 means sums).
-        eps: Added to the square root of the second moment; None takes the group's.
+        kind: The other optimizer: ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``.
+        beta2: Decay of its second moment; None takes the parameter group's, and 1 means sums.
+        eps: Added to the square root of its second moment; None takes the parameter group's.
+
+    Raises:
+        OptionError: there is no such kind, or a number is out of range.
+
+    >>> Graft("adam", beta2=0.999)
+    Graft(kind='adam', beta2=0.999, eps=None)
     """
 
     kind: Literal["sgd", "adagrad", "rmsprop", "adam"] = "adam"
@@ -179,10 +205,16 @@ class Graft:
 
 @dataclass(frozen=True)
 class Norm:
-    """Give every block's update the same root mean square.
+    """Give the update of every block the same root mean square.
 
     Attributes:
-        rms: That root mean square; 0.2 is what Adam's updates typically have.
+        rms: That root mean square; Adam's updates typically have 0.2.
+
+    Raises:
+        OptionError: ``rms`` is not positive.
+
+    >>> Norm(rms=0.2)
+    Norm(rms=0.2)
     """
 
     rms: float = 0.2
@@ -209,21 +241,21 @@ _KINDS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class Hyper:
-    """Everything the update of a block depends on, apart from its gradient, its state and its step.
+    """All options that the update of a block depends on; the block's gradient, state and step come on top.
 
     Attributes:
         rule: The algorithm.
-        beta1: Decay of the gradient's mean, before preconditioning.
+        beta1: Decay of the gradient's mean, which is taken before preconditioning.
         beta2: Decay of the factors; 1 means sums.
-        eps: Absolute; see the design of ``betas``.
+        eps: With sums, added to the factors; with means, Adam's eps.
         exponents: Exponent of each factor; a single number serves all of them.
-        scale: What sets an update's length.
+        scale: What sets the length of an update.
         refresh: When roots are taken.
-        damping: Ridge relative to the largest eigenvalue; not used with sums.
+        damping: Added to the eigenvalues, relative to the largest; not used with sums.
         start: First preconditioned step.
-        power_rounds: Power-iteration rounds per update; 1 is Shampoo.
+        power_rounds: Rounds of power iteration per update; 1 is Shampoo.
         momentum: Heavy-ball momentum after scaling.
-        nesterov: Nesterov's form of it.
+        nesterov: Whether momentum has Nesterov's form.
         solver: How roots are taken.
     """
 

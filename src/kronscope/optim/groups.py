@@ -27,20 +27,21 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Sort a model's parameters into groups for :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo`.
 
-    Embeddings are recognised by their module or their name; heads by what the model says makes its outputs, by their
-    name, by sharing their weight with an embedding, or as the last matrix of the model. Both get AdamW inside the
-    optimizer, as do parameters of fewer than two dimensions. Stacks of experts are matrices of their own each.
+    Embeddings, heads and parameters of fewer than two dimensions get AdamW inside the optimizer. An embedding is
+    recognised by its module or its name. A head is recognised if the model itself says so, by its name, by sharing its
+    weight with an embedding, or as the last matrix of the model. Each expert of a stack of experts is a matrix of its
+    own.
 
     Args:
         model: The model; parameters that do not require gradients are left out.
-        head: Whether the last matrix counts as a head. None: unless a head was recognised otherwise.
+        head: Whether the last matrix counts as a head. None: only if no head was recognised otherwise.
         decay_vectors: Give parameters of fewer than two dimensions the weight decay too.
         split_qkv: Cut fused query-key-value weights into three matrices.
         overrides: Options for parameters whose name fits a pattern, for example ``{"blocks.0.*": {"lr": 1e-4}}``; the
             first pattern that fits is taken.
 
     Returns:
-        Groups with named parameters.
+        Groups of named parameters, as the optimizers take them.
 
     Raises:
         OptionError: a pattern fits no parameter.

@@ -1,7 +1,7 @@
 """When roots are taken.
 
-A refresh period has as many steps as its name says. Each factor has a *phase*, the step of the period at which its root
-is taken, and phases are chosen so that all steps take about equally long.
+In a refresh period of k steps, each factor's root is taken once. The step of the period at which that happens is the
+factor's *phase*; phases are chosen so that all steps take about equally long.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _GREEDY = 256
 class _Loads:
     """How much work each step of a refresh period has so far.
 
-    Two threads can take two roots at once, so a step has two lanes, and lasts as long as the longer one. It is two
-    lanes whatever the number of threads: phases decide when roots are taken, and the same run must give the same
-    numbers on any machine. Only where one lane for all roots is long enough (few roots, and a long period) is there
-    one, so that no step takes two of the largest.
+    Two threads can take two roots at once. So the roots of a step are put into two lanes, and the step lasts as long as
+    the longer one. There are two lanes whatever the number of threads: phases decide when roots are taken, and the same
+    run must give the same numbers on any machine. Only if a single lane has room for all roots (few roots, and a long
+    period), there is just one, so that no step takes two of the largest.
 
     Args:
         period: Number of steps.
@@ -48,8 +48,8 @@ class _Loads:
     def best(self, cost: float) -> int:
         """Return the step that should take one more root.
 
-        Best are steps that last no longer with it, because the root fits beside the longer lane; of these the one where
-        the least is left over. If there is none, it is the step that is shortest with the root.
+        The best steps are those that last no longer with it, because it fits into the shorter lane; of these, the one
+        with the least room to spare is taken. If there is no such step, it is the one that is shortest with the root.
         """
 
         def rank(lanes: list[float]) -> tuple[bool, float]:
@@ -104,14 +104,14 @@ def due_blocks(
 ) -> list[Tensor | None]:
     """Return for each mode the blocks whose root is to be taken at this step, None for no block.
 
-    With an adaptive schedule it is the blocks to be looked at; :func:`stale_blocks` does that.
+    With an adaptive schedule these are only the blocks to look at; :func:`stale_blocks` finds those to refresh.
 
     Args:
         stack: The stack.
         rows: Which of its blocks take part.
         hyper: Options.
         step: The step these blocks are at.
-        anew: Every root is due, whatever the schedule says.
+        anew: Whether every root is due, whatever the schedule says.
     """
     at, period = hyper.schedule_step(step), hyper.refresh.period
     count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()

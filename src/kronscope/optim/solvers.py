@@ -20,21 +20,22 @@ __all__ = ["CostModel", "measure_solvers"]
 @register
 @dataclass(frozen=True)
 class CostModel:
-    """A root solver that takes, for each size, the one that was measured to be fastest.
+    """A root solver that takes, for each size of a factor, the solver that is fastest on the device.
 
-    The table is data, not measured on the fly, so that a run and its continuation choose alike. On CPUs an
-    eigendecomposition is the faster one at every size (a Newton root takes about ten times as long), so the default has
-    no entry for them. On CUDA it takes the Newton iteration from size 128 on. That follows from counting, not from a
-    measurement: an iteration is a few products, which a GPU does for a whole stack at once, while it takes
-    decompositions of this size one by one and half of each is bound by memory. :func:`measure_solvers` makes the table
-    of your device.
+    What is fastest stands in a table, so that a run and its continuation choose alike. The default table follows from
+    these facts. On CPUs an eigendecomposition is faster at every size; a Newton root takes about ten times as long. On
+    CUDA the Newton iteration is chosen from size 128 on: it consists of matrix products, which a GPU computes for a
+    whole stack at once, while it decomposes matrices of this size one by one. This was counted, not measured;
+    :func:`measure_solvers` measures the table of your device.
 
-    The Newton iteration is chosen only where both give the same root: for exponents -1/p, and for a damping above the
-    rounding of the factor (below it a decomposition knows which directions are empty, and leaves them out).
+    The Newton iteration is chosen only where both solvers give the same root: for exponents -1/p, and for a damping
+    above the rounding error of the factor (below it, a decomposition knows which directions are empty and leaves them
+    out).
 
     Attributes:
-        newton: Pairs (device type, smallest size) from which on the coupled Newton iteration is faster.
+        newton: Pairs (device type, size): from this size on the coupled Newton iteration is taken on that device.
         tolerance: The residual above which a root is not used.
+        is_warm: False: a root is taken without the eigenvectors of the one before.
 
     >>> CostModel(newton=(("cuda", 256),)).choice("cuda", 512, -0.5, Ridge(damping=1e-4))
     CoupledNewton(iterations=60, tolerance=0.001, is_warm=False)
@@ -66,7 +67,7 @@ class CostModel:
         return CoupledNewton(tolerance=self.tolerance) if fast and takes else Eigh(tolerance=self.tolerance)
 
     def solve(self, factors: Tensor, exponent: float, ridge: Ridge, warm: Tensor | None = None) -> Roots:
-        """Return the roots of ``factors`` (B, d, d), each divided by its trace first."""
+        """Return the roots of ``factors`` (B, d, d); each factor is divided by its trace first."""
         chosen = self.choice(factors.device.type, factors.shape[-1], exponent, ridge, factors.dtype)
         return chosen.solve(factors, exponent, ridge, warm)
 
@@ -80,21 +81,25 @@ def measure_solvers(
     batch: int = 1,
     repeats: int = 3,
 ) -> tuple[CostModel, dict[int, dict[str, float]]]:
-    """Time the solvers on a device.
+    """Time the root solvers on a device, and make the table that :class:`CostModel` needs.
 
     Args:
-        device: Where.
+        device: The device to measure.
         sizes: Sizes of the factors.
         exponent: Exponent of the root.
-        damping: Relative ridge.
-        batch: Factors per call.
-        repeats: Calls of which the fastest counts.
+        damping: Added to the eigenvalues, relative to the largest.
+        batch: Number of factors in a call.
+        repeats: Number of calls, of which the fastest counts.
 
     Returns:
-        The cost model, and the seconds per factor by size and solver.
+        The cost model, and the seconds per factor by size and by solver.
 
     Raises:
         OptionError: no size was given.
+
+    >>> model, seconds = measure_solvers("cpu", sizes=[8], repeats=1)
+    >>> sorted(seconds[8])
+    ['CoupledNewton', 'Eigh']
     """
     if not sizes:
         raise OptionError("measure_solvers needs at least one size.")

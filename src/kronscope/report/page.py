@@ -35,20 +35,27 @@ def write_report(
 ) -> Path:
     """Write an interactive report: charts, a table of all numbers, the settings, and how to read them.
 
-    The file holds everything it needs and loads nothing from the network, which its content security policy enforces.
-    It appears whole or not at all.
+    The file contains everything it needs. It loads nothing from the network, and its content security policy enforces
+    that. It appears whole or not at all.
 
     Args:
-        results: What was measured, or several results by name, such as one for each workload.
+        results: What was measured; or several results by name, for example one for each workload.
         path: The HTML file to write.
-        title: The page's heading; taken from the settings if left out.
+        title: The page's heading; None takes it from the settings.
 
     Returns:
         The path.
 
     Raises:
         OptionError: ``results`` is an empty dictionary.
-        ResultsError: The file cannot be written there.
+        ResultsError: the file cannot be written there.
+
+    >>> import tempfile
+    >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = write_report(Results([row]), f"{folder}/report.html", title="My run")
+    ...     print("My run" in path.read_text(encoding="utf-8"))
+    True
     """
     page = render(results, title)
     return write_atomically(path, lambda file: file.write(page.encode("utf-8", "replace")))

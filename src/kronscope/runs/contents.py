@@ -114,7 +114,16 @@ class Records:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after ``step`` training steps, when its records had ``metrics_bytes`` bytes."""
+    """The state of a run after ``step`` training steps.
+
+    Attributes:
+        step: The number of steps.
+        state: What was saved: tensors and plain values.
+        metrics_bytes: How long the file of records was at that time; resuming cuts it back to this length.
+
+    >>> Checkpoint(10, {"weight": torch.ones(2)}, 0).step
+    10
+    """
 
     step: int
     state: dict[str, Any]

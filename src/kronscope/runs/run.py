@@ -38,13 +38,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Run:
-    """One run's folder, open for writing or only for reading.
+    """One run's folder, open for writing or for reading only.
 
-    Made by :meth:`start`, :meth:`create` or :meth:`open`; use it in a ``with`` block, or call :meth:`close`. A block that
-    ends with an error before anything was kept leaves the folder as it was before the run was made.
+    Make one with :meth:`start`, :meth:`create` or :meth:`open`, and use it in a ``with`` block, or call :meth:`close`.
+    If the block ends with an error before anything was kept, the folder is left as it was before.
 
-    Several processes may share a run: only the one with rank 0 touches the folder, the others are told what is in it,
-    and every one of them must make the same calls.
+    Several processes may share a run. All of them make the same calls; only the one with rank 0 touches the folder, and
+    tells the others what is in it.
 
     Attributes:
         folder: The folder.
@@ -83,9 +83,9 @@ class Run:
         reopen: bool = True,
         processes: Processes = ALONE,
     ) -> Run:
-        """Make a run, or go on with the one that is there when ``resume`` is set.
+        """Make a run or, with ``resume``, go on with the one that is there.
 
-        With ``resume`` and nothing to resume, a run is made: a kill may have come before there was one.
+        With ``resume`` and nothing to resume, a new run is made: the run may have been killed before it left anything.
 
         Args:
             path: The folder.
@@ -211,7 +211,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder. Everything is on disk already."""
+        """Release the folder; everything is on disk already."""
         if self._writer is not None:
             self._writer.records.close()
             self._writer.lock.release()
@@ -257,9 +257,10 @@ class Run:
         return self.processes.on_rank_0((self.folder / "done.json").exists)
 
     def log(self, step: int, **metrics: float) -> None:
-        """Append one line to ``metrics.jsonl``. Only what repeats exactly belongs there: no times.
+        """Append one line to ``metrics.jsonl``.
 
-        The only method that waits for no other process.
+        Only numbers that would be the same in a repeated run belong there, so no times. This is the only method that
+        does not wait for other processes.
         """
         if self.processes.rank == 0:
             # JSON has no NaN and no infinity.

@@ -47,19 +47,22 @@ _SURELY_ZERO, _SURELY_POSITIVE = 1e-13, 1e-7
 def check_operator(op: Operator, *, tolerance: float = 1e-9, psd: bool = True, seed: int = 0) -> None:
     """Check an operator against its own dense matrix.
 
-    ``apply``, ``norm``, ``trace``, ``inner`` and ``power`` must agree with ``to_dense``; the matrix must be symmetric
-    and (with ``psd``) positive semi-definite; ``power(-1)`` must be its pseudo-inverse, and powers of a matrix that is
-    not PSD must leave out its negative part; arguments must not be changed, and wrong shapes must raise. Powers are
-    left unchecked where an eigenvalue lies between 1e-13 and 1e-7 of the largest: whether it is zero is a convention.
+    ``apply``, ``norm``, ``trace``, ``inner`` and ``power`` must agree with ``to_dense``. The matrix must be symmetric
+    and (with ``psd``) positive semi-definite. ``power(-1)`` must be its pseudo-inverse, and powers of a matrix that is
+    not PSD must leave out its negative part. Arguments must not be changed, and wrong shapes must raise. Powers are not
+    checked where an eigenvalue lies between 1e-13 and 1e-7 of the largest, since whether that is zero is a convention.
 
     Args:
-        op: The operator; its m·n should be small, since an mn x mn matrix is decomposed.
-        tolerance: Largest relative error.
+        op: The operator; m·n should be small, since its mn x mn matrix is decomposed.
+        tolerance: Largest relative error that is accepted.
         psd: Whether the operator promises to be positive semi-definite.
         seed: Seed of the matrices it is applied to.
 
     Raises:
         ConformanceError: a promise is not kept; the text says which.
+
+    >>> from kronscope.kron import Identity
+    >>> check_operator(Identity((2, 3), 0.5))
     """
     m, n = _checked_shape(op)
     dense = op.to_dense()
@@ -84,25 +87,30 @@ def check_approximation(
     degree: float | None = 2.0,
     psd: bool = True,
 ) -> None:
-    r"""Check that an approximation can be trusted on any stream.
+    """Check that an approximation can be trusted on any stream.
 
-    The fit must be an operator that passes :func:`check_operator`, of the stream's shape; must not depend on how the
-    atoms are cut into chunks or ordered; must be the same when fitted again; must leave the stream as it was; must
-    scale as :math:`K(cG) = c^d K(G)`, whether c is on the gradients or (squared) on the weights; must give zero for
-    zero gradients; and, if it says it is a Kronecker product, must be one, no closer to H than the optimal one.
+    - The fit must be an operator of the stream's shape that passes :func:`check_operator`.
+    - It must not depend on how gradients are cut into chunks or ordered, must be the same when fitted again, and must
+      leave the stream unchanged.
+    - It must scale as :math:`K(cG) = c^d K(G)`, whether c is on the gradients or (squared) on the weights, and must be
+      zero for zero gradients.
+    - If it says that it is a Kronecker product, it must be one, no closer to H than the optimal one.
 
     An approximation may refuse a stream with :class:`~kronscope.errors.NotFactoredError` or
-    :class:`~kronscope.errors.ConvergenceError`, but not all of them.
+    :class:`~kronscope.errors.ConvergenceError`, but not every stream.
 
     Args:
         approximation: The approximation.
-        streams: Streams to fit; default a dozen small ones of every form.
-        tolerance: Largest relative error.
-        degree: The degree d in the gradients; 2 is that of H. None leaves the check out (cosines must still agree).
+        streams: Streams to fit; None takes a dozen small ones of every form.
+        tolerance: Largest relative error that is accepted.
+        degree: The degree d in the gradients; 2 is that of H. None leaves this check out, but cosines must still agree.
         psd: Whether its fits promise to be positive semi-definite.
 
     Raises:
         ConformanceError: a promise is not kept; the text says which, and on which stream.
+
+    >>> from kronscope import approx
+    >>> check_approximation(approx.get("shampoo2"))
     """
     for member in ("name", "title"):
         _demand(isinstance(getattr(approximation, member, None), str), f"an approximation needs a {member}")

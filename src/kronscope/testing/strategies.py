@@ -39,7 +39,7 @@ _WEIGHTS = ("uniform", "random", "zeros")
 
 @dataclass(frozen=True)
 class StreamRecipe:
-    """How to make one stream; what :func:`streams` draws and a failing test prints.
+    """A recipe for one stream: what the hypothesis strategies draw, and what a failing test prints.
 
     Attributes:
         kind: ``"dense"``: whole gradients; ``"factored"``: one position, no sharing; ``"shared"``: several positions.
@@ -55,6 +55,9 @@ class StreamRecipe:
         spread: Samples differ in size by up to this factor.
         cuts: Where the samples are cut into chunks.
         seed: Seed of the entries.
+
+    >>> StreamRecipe(kind="factored", shape=(2, 3), samples=4, columns=1).build()
+    GradientStream(2x3, 4 samples, 1 columns)
     """
 
     kind: str = "dense"

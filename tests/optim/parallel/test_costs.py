@@ -16,7 +16,7 @@ from kronscope.optim.blocks import LayoutOptions, plan_layout
 from kronscope.optim.config import Every, Graft, Hyper
 from kronscope.optim.costs import block_work, layout_work
 from kronscope.optim.elementwise import elementwise_state
-from kronscope.optim.parallel.assign import Rows, Work, assign_blocks, assign_rows, lower_bound
+from kronscope.optim.parallel.assign import BlockWork, Rows, assign_blocks, assign_rows, lower_bound
 from kronscope.optim.parallel.distributed import Distributed
 from kronscope.optim.parallel.division import Division
 from kronscope.optim.parallel.placement import Planned
@@ -54,7 +54,7 @@ def test_work_on_gpt2_is_within_ten_per_cent_of_the_best_possible_division(size:
     entries = planned(gpt2())
     division = Division(size)
     division.add(entries, {entry.param: None for entry in entries})
-    works = [Work(t.total, block_work(t, HYPER)[1], 0) for entry in entries for t in entry.layout.tiles]
+    works = [BlockWork(t.total, block_work(t, HYPER)[1], 0) for entry in entries for t in entry.layout.tiles]
     total = sum(layout_work(entry.layout, HYPER, entry.param.numel())[1] for entry in entries)
     assert sum(division.loads) == pytest.approx(total)
     assert max(division.loads) <= 1.1 * lower_bound(works, total, size)
@@ -67,7 +67,7 @@ def test_work_on_gpt2_is_within_ten_per_cent_of_the_best_possible_division(size:
 
 
 def test_the_greedy_division_is_improved_where_it_is_not_the_best() -> None:
-    works = [Work(1, cost, 0) for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
+    works = [BlockWork(1, cost, 0) for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
     loads = [0.0, 0.0]
     assign_blocks(works, loads)
     assert max(loads) == 6.0  # the longest first alone gives 7

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Range", "Rows", "Work", "assign_blocks", "assign_rows", "lower_bound"]
+__all__ = ["Range", "Rows", "BlockWork", "assign_blocks", "assign_rows", "lower_bound"]
 
 Range = tuple[int, int]
 # Moves and swaps tried after the greedy assignment; each costs one pass over the fullest process's blocks.
@@ -19,7 +19,7 @@ _SLACK = 1.02
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWork:
     """Equal blocks, each of which one process must do as a whole.
 
     Attributes:
@@ -48,10 +48,10 @@ class Rows:
     size: int
 
 
-def lower_bound(works: Sequence[Work], total: float, processes: int) -> float:
+def lower_bound(works: Sequence[BlockWork], total: float, processes: int) -> float:
     """Return a load below which no assignment can bring the fullest process.
 
-    >>> lower_bound([Work(1, 5.0, 1), Work(4, 1.0, 1)], 9.0, 3)
+    >>> lower_bound([BlockWork(1, 5.0, 1), BlockWork(4, 1.0, 1)], 9.0, 3)
     5.0
     """
     costs = sorted((work.cost for work in works for _ in range(work.count)), reverse=True)
@@ -60,7 +60,7 @@ def lower_bound(works: Sequence[Work], total: float, processes: int) -> float:
     return max([total / processes, *costs[:1], *crowded])
 
 
-def assign_blocks(works: Sequence[Work], loads: list[float]) -> list[list[Range]]:
+def assign_blocks(works: Sequence[BlockWork], loads: list[float]) -> list[list[Range]]:
     """Give each process a range of the blocks of each work.
 
     Args:
@@ -70,7 +70,7 @@ def assign_blocks(works: Sequence[Work], loads: list[float]) -> list[list[Range]
     Returns:
         For each work and each process a range of blocks, empty where it has none.
 
-    >>> assign_blocks([Work(3, 1.0, 1), Work(1, 2.0, 1)], [0.0, 0.0])
+    >>> assign_blocks([BlockWork(3, 1.0, 1), BlockWork(1, 2.0, 1)], [0.0, 0.0])
     [[(0, 1), (1, 3)], [(0, 1), (1, 1)]]
     """
     processes = len(loads)
@@ -97,7 +97,7 @@ def assign_blocks(works: Sequence[Work], loads: list[float]) -> list[list[Range]
     return ranges
 
 
-def _improve(works: Sequence[Work], counts: list[list[int]], loads: list[float]) -> bool:
+def _improve(works: Sequence[BlockWork], counts: list[list[int]], loads: list[float]) -> bool:
     """Move a block away from the fullest process, or swap one for a smaller one; False if nothing helps."""
 
     def distinct(rank: int) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.costs import ELEMENT_COST, block_work
-from kronscope.optim.parallel.assign import Range, Rows, Work, assign_blocks, assign_rows
+from kronscope.optim.parallel.assign import BlockWork, Range, Rows, assign_blocks, assign_rows
 from kronscope.optim.parallel.placement import Planned, Ranges
 from kronscope.optim.parallel.replicated import is_even, segments_of
 from kronscope.optim.parallel.sharded import all_overlaps
@@ -167,8 +167,8 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.2f}"
 
 
-def _work(entry: Planned, tile: Tile) -> Work:
-    return Work(tile.total, block_work(tile, entry.hyper)[1], math.prod(tile.block) * entry.param.element_size())
+def _work(entry: Planned, tile: Tile) -> BlockWork:
+    return BlockWork(tile.total, block_work(tile, entry.hyper)[1], math.prod(tile.block) * entry.param.element_size())
 
 
 def _rows(param: Tensor) -> Rows:

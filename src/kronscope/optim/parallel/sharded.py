@@ -24,7 +24,7 @@ from kronscope.optim.parallel.placement import Apply, apply_by_group
 from kronscope.optim.parallel.shards import Shards, local_gradient, local_tensor
 from kronscope.optim.stacks import Member, factor_dtype
 
-__all__ = ["Overlap", "Piece", "Routes", "ShardedExchange", "Traffic", "all_overlaps", "routes_of"]
+__all__ = ["Overlap", "Piece", "PieceRoutes", "ShardedExchange", "Traffic", "all_overlaps", "routes_of"]
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -59,7 +59,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Routes:
+class PieceRoutes:
     """Which pieces travel where."""
 
     rank: int
@@ -84,7 +84,7 @@ def routes_of(
     ranges: Mapping[Tensor, Sequence[Sequence[Range]]],
     rank: int,
     size: int,
-) -> Routes:
+) -> PieceRoutes:
     """Work out which process holds which part of which block.
 
     Args:
@@ -111,7 +111,7 @@ def routes_of(
                 gradients.sending[owner].append(piece)
             if owner == rank:
                 gradients.receiving[holder].append(piece)
-    return Routes(rank, params, layouts, shards, ranges, gradients, updates)
+    return PieceRoutes(rank, params, layouts, shards, ranges, gradients, updates)
 
 
 class Overlap(NamedTuple):
@@ -184,7 +184,7 @@ class ShardedExchange:
 
     def __init__(
         self,
-        routes: Routes,
+        routes: PieceRoutes,
         group: dist.ProcessGroup,
         active: Mapping[Tensor, int],
         groups: Sequence[dict[str, Any]],

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronscope.optim.parallel.assign import Range, assign_blocks
-from kronscope.optim.parallel.assign import Work as Cost
+from kronscope.optim.parallel.assign import BlockWork, Range, assign_blocks
 from kronscope.optim.parallel.collectives import gather_flat, sum_over
 from kronscope.optim.parallel.replicated import is_even
 from kronscope.optim.step import Due, Portion, carry_over, solve
@@ -138,4 +137,4 @@ class _Shared:
 @lru_cache(maxsize=256)
 def _ranges(costs: tuple[tuple[float, int], ...], size: int) -> list[list[Range]]:
     """Divide roots, given what each costs and how many are alike; the same steps come again every period."""
-    return assign_blocks([Cost(count, cost, 0) for cost, count in costs], [0.0] * size)
+    return assign_blocks([BlockWork(count, cost, 0) for cost, count in costs], [0.0] * size)

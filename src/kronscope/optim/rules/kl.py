@@ -102,38 +102,41 @@ class KLRule(RootRule):
 
 @final
 class KLShampoo(KroneckerOptimizer):
-    r"""Shampoo with factors that are whitened by each other.
+    r"""KL-Shampoo: Shampoo whose factors are whitened by each other.
 
-    For the Gaussian :math:`N(0, L \otimes R)` closest in Kullback-Leibler divergence to that of the gradients,
+    Of all Gaussians :math:`N(0, L \otimes R)`, the one closest in Kullback–Leibler divergence to that of the gradients
+    has
 
     .. math:: L = \tfrac1n \mathrm{E}[G R^{-1} G^\top], \qquad R = \tfrac1m \mathrm{E}[G^\top L^{-1} G] ,
 
-    and the update is :math:`L^{-1/2} M R^{-1/2}`. Expectations are exponential means (``betas[1]``) and the inverses
-    those of the last refresh, with ``damping``; before the first one, both factors count as the gradient's root mean
-    square times the identity, so that the first estimate has the gradient's own size.
+    and the update is :math:`L^{-1/2} M R^{-1/2}`, with :math:`M` the mean of the gradients. Expectations are
+    exponential means with decay ``betas[1]``, and the inverses are those of the last roots, with ``damping``. Before
+    the first root, both factors count as the gradient's root mean square times the identity, so that the first estimate
+    has the gradient's size.
 
     Args:
         params: As for :class:`Shampoo`.
         lr: Learning rate.
-        betas: Decay of the gradient mean, and of the factors.
+        betas: Decay of the gradient's mean, and of the factors.
         eps: Adam's eps, for grafts and for parameters that get AdamW.
         weight_decay: Weight decay.
-        scale: As for :class:`Shampoo`; ``"trace"`` and None both use the factors' own, ``Trace(bound)`` bounds it.
+        scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
+            it.
         refresh: As for :class:`Shampoo`.
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
         block_size: Longest side of a block.
         memory_budget: As for :class:`Shampoo`.
         momentum: Heavy-ball momentum, after scaling.
-        nesterov: Nesterov's form of it.
-        decay: Kind of weight decay.
-        maximize: Ascend.
+        nesterov: Whether momentum has Nesterov's form.
+        decay: Kind of weight decay, as for :class:`Shampoo`.
+        maximize: Maximise the loss instead of minimising it.
         method: As for :class:`Shampoo`.
         view: As for :class:`Shampoo`.
         merge: As for :class:`Shampoo`.
         split: As for :class:`Shampoo`.
-        solver: ``"auto"``, or a root solver.
-        nonfinite: ``"skip"`` or ``"raise"``.
+        solver: ``"auto"``, or a root solver from :mod:`kronscope.optim`.
+        nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
         parallel: As for :class:`Shampoo`.
         process_group: As for :class:`Shampoo`.
 
@@ -142,9 +145,11 @@ class KLShampoo(KroneckerOptimizer):
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = KLShampoo(model.parameters(), lr=1e-2)
+    >>> optimizer = KLShampoo(model.named_parameters(), lr=1e-2)
     >>> model(torch.ones(1, 3)).sum().backward()
     >>> optimizer.step()
+    >>> optimizer.operator(model.bias).shape
+    (1, 2)
     """
 
     rule = KLRule()

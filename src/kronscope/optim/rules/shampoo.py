@@ -81,54 +81,55 @@ def _add_in_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -> No
 
 @final
 class Shampoo(KroneckerOptimizer):
-    r"""Precondition every matrix from both sides with powers of its gradients' Gram matrices.
+    r"""Shampoo: precondition every matrix from both sides with powers of its gradients' Gram matrices.
 
-    With :math:`L = \mathrm{E}[G G^\top]`, :math:`R = \mathrm{E}[G^\top G]` (exponential means with ``betas[1]``, or
-    sums if that is 1), the mean :math:`M` of the gradients (``betas[0]``) and the exponent :math:`e` (``exponent``),
+    With :math:`L = \mathrm{E}[G G^\top]`, :math:`R = \mathrm{E}[G^\top G]` (exponential means with decay ``betas[1]``,
+    or sums if that is 1), the mean :math:`M` of the gradients (``betas[0]``) and the exponent :math:`e` (``exponent``),
 
     .. math:: W \leftarrow W - \eta\, s\, L^{e} M R^{e} ,
 
-    where :math:`s` is what ``scale`` says. The paper's view is that :math:`L \otimes R / \operatorname{tr} L` estimates
-    the curvature matrix, so :math:`e = -1/2` with ``scale="trace"`` is its inverse square root, on Adam's scale.
+    where ``scale`` decides :math:`s`. In the paper's view :math:`L \otimes R / \operatorname{tr} L` estimates the
+    curvature matrix, so that :math:`e = -1/2` with ``scale="trace"`` multiplies by its inverse square root.
 
     Args:
-        params: The model, its named parameters (``model.named_parameters()``), or groups
-            (:func:`kronscope.param_groups`), which let embeddings, heads and experts be recognised; or parameters
-            without names. Frozen ones are planned when they are trained.
-        lr: Learning rate :math:`\eta`, a number or a 0-D tensor. Start with AdamW's, then try a three times larger one.
-        betas: Decay of the gradient mean, and of the factors; 1 for the second means sums, as in Adagrad.
-        eps: Absolute. With sums, factors start at ``eps`` times the identity and nothing else regularises; with means
-            it is Adam's eps (for grafts, and for parameters that get AdamW).
-        weight_decay: Weight decay :math:`\lambda`.
-        exponent: Exponent of each factor, or one per factor: -0.25 original Shampoo, -0.5 Shampoo².
+        params: The model, its named parameters (``model.named_parameters()``) or groups
+            (:func:`kronscope.param_groups`), so that embeddings, heads and experts are recognised; or parameters
+            without names. Frozen parameters are planned when their training begins.
+        lr: Learning rate :math:`\eta`, a number or a 0-D tensor. Start with AdamW's, then try one three times as large.
+        betas: Decay of the gradient's mean, and of the factors. 1 for the second means sums, as in Adagrad.
+        eps: With sums, factors start at ``eps`` times the identity, and nothing else regularises them. With means it is
+            Adam's eps, for grafts and for parameters that get AdamW.
+        weight_decay: Weight decay.
+        exponent: Exponent of each factor, or one for each: -0.25 is the original Shampoo, -0.5 is Shampoo².
         scale: ``"trace"``, ``"adam"``, ``"adagrad"``, ``"rmsprop"``, ``"sgd"``, ``"norm"``, None, or an object
-            (:class:`Trace`, :class:`Graft`, :class:`Norm`).
-        refresh: Steps between two roots of a factor, staggered over factors, or an object (:class:`Every`,
-            :class:`Warmup`, :class:`Adaptive`).
+            (:class:`~kronscope.Trace`, :class:`~kronscope.Graft`, :class:`~kronscope.Norm`).
+        refresh: Steps between two roots of a factor, or an object (:class:`~kronscope.Every`,
+            :class:`~kronscope.Warmup`, :class:`~kronscope.Adaptive`). Not all factors take their root at the same step.
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
-        start: First preconditioned step; before it, the graft's (or a plain) step is made. ``math.inf`` is never.
-        block_size: Longest side of a block; None leaves matrices whole where the memory budget allows.
-        memory_budget: Bytes for the factors and roots of all groups that do not have their own; None allows 16 times
-            the parameters, or 64 MiB.
-        power_rounds: Power-iteration rounds per update; more than one moves the factors towards the optimal
+        start: First preconditioned step. Before it the step is the graft's, or plain gradient descent. ``math.inf``
+            means never.
+        block_size: Longest side of a block; None leaves matrices whole where the memory budget allows it.
+        memory_budget: Bytes for the factors and roots of all groups that do not have a budget of their own. None allows
+            16 times the size of the parameters, or 64 MiB if that is more.
+        power_rounds: Rounds of power iteration per update; more than one moves the factors towards those of the optimal
             Kronecker product.
         momentum: Heavy-ball momentum, after scaling.
-        nesterov: Nesterov's form of it.
-        decay: ``"decoupled"``, ``"coupled"`` (added to the gradient) or ``"cautious"`` (decoupled, only where it
-            agrees with the update).
-        maximize: Ascend.
-        method: ``"auto"`` gives 0-D and 1-D parameters, embeddings and heads AdamW; ``"kronecker"`` and ``"adam"``
-            decide for all.
-        view: ``"matrix"`` flattens from dimension 1, ``"modes"`` gives every dimension a factor, ``"experts"`` takes
-            the first dimension as a stack of matrices; by name, experts are recognised.
-        merge: With ``"modes"``: neighbouring dimensions are merged while their product stays within this.
-        split: Number (or sizes) of row parts that are matrices of their own, as 3 for a fused qkv.
-        solver: ``"auto"``, or a root solver.
+        nesterov: Whether momentum has Nesterov's form.
+        decay: ``"decoupled"``, ``"coupled"`` (weight decay is added to the gradient) or ``"cautious"`` (decoupled, but
+            only where it agrees with the update).
+        maximize: Maximise the loss instead of minimising it.
+        method: ``"auto"`` gives AdamW to 0-D and 1-D parameters, embeddings and heads; ``"kronecker"`` preconditions
+            all parameters, ``"adam"`` gives AdamW to all.
+        view: ``"matrix"`` flattens all dimensions from the second on, ``"modes"`` gives every dimension a factor, and
+            ``"experts"`` takes the first dimension as a stack of matrices (experts are also recognised by their names).
+        merge: With ``view="modes"``: neighbouring dimensions are merged as long as their product is at most this.
+        split: Number (or sizes) of the parts into which rows are cut, each a matrix of its own; 3 for a fused qkv.
+        solver: ``"auto"``, or a root solver from :mod:`kronscope.optim`.
         nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
-        parallel: ``"auto"``: DTensor parameters divide the work over the processes of their mesh; other parameters are
-            held by all of an initialised process group (``"replicated"``), which divide the roots only, so that each
-            process can save the whole state. ``"divided"``: these too divide state and work. ``"single"``: this
-            process is on its own.
+        parallel: ``"auto"``: processes that hold DTensor parameters divide all work over their mesh; for other
+            parameters an initialised process group divides only the roots (``"replicated"``), so that each process can
+            save the whole state. ``"divided"``: these too divide state and work. ``"single"``: this process works
+            alone.
         process_group: The processes that share the work; None takes the mesh's, or all.
 
     Raises:

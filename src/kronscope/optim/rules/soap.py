@@ -101,46 +101,48 @@ def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
 
 @final
 class SOAP(KroneckerOptimizer):
-    r"""Run Adam in the eigenbases of :math:`L = \mathrm{E}[G G^\top]` and :math:`R = \mathrm{E}[G^\top G]`.
+    r"""SOAP: Adam in the eigenbases of :math:`L = \mathrm{E}[G G^\top]` and :math:`R = \mathrm{E}[G^\top G]`.
 
-    .. math:: W \leftarrow W - \eta\, Q_L \frac{\hat m}{\sqrt{\hat v} + \epsilon} Q_R^\top ,
+    .. math:: W \leftarrow W - \eta\, Q_L \frac{\hat m}{\sqrt{\hat v} + \epsilon} Q_R^\top .
 
-    with both moments kept in the bases and carried along when a basis changes: the mean is turned, the second moment by
-    the squared entries of :math:`Q_{new}^\top Q_{old}`. A step uses the bases of the steps before it; the first step is
-    Adam's.
+    Both moments are kept in the bases. When a basis changes they are carried over: the mean is turned, and the second
+    moment multiplied by the squared entries of :math:`Q_{new}^\top Q_{old}`. A step uses the bases of the steps before
+    it; the first step is Adam's.
 
     Args:
         params: As for :class:`Shampoo`.
         lr: Learning rate.
-        betas: Decay of the gradient mean, and of second moment and factors; 1 for the second means sums.
+        betas: Decay of the gradient's mean, and of second moment and factors. 1 for the second means sums.
         eps: Adam's eps.
         weight_decay: Weight decay.
-        refresh: As for :class:`Shampoo`, for the bases.
-        scale: None for Adam's own scale, ``"norm"`` or :class:`Norm` for a fixed root mean square.
+        refresh: When the bases are computed anew, as for :class:`Shampoo`.
+        scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
         block_size: Longest side of a block.
         memory_budget: As for :class:`Shampoo`.
-        decay: Kind of weight decay.
-        maximize: Ascend.
+        decay: Kind of weight decay, as for :class:`Shampoo`.
+        maximize: Maximise the loss instead of minimising it.
         method: As for :class:`Shampoo`.
         view: As for :class:`Shampoo`.
         merge: As for :class:`Shampoo`.
         split: As for :class:`Shampoo`.
-        solver: ``WarmQR()`` turns the last basis by a power step, ``"auto"`` decomposes anew.
-        nonfinite: ``"skip"`` or ``"raise"``.
+        solver: ``"auto"`` decomposes anew, ``WarmQR()`` turns the last basis by a power step.
+        nonfinite: ``"skip"`` a step whose gradient is not finite, or ``"raise"``.
         parallel: As for :class:`Shampoo`.
         process_group: As for :class:`Shampoo`.
-        reference: Do exactly what the published implementation does, for comparison: no first step, a factor for every
-            dimension of a parameter that has two or more, all bases refreshed at the same step (every 10 steps unless
-            told otherwise), second moments permuted instead of turned, weight decay after the step.
+        reference: Do exactly what the published implementation does, for comparisons: no update at the first step; a
+            factor for every dimension of a parameter that has two or more; all bases computed at the same step (every
+            10 steps, unless told otherwise); second moments permuted instead of turned; weight decay after the step.
 
     Raises:
         OptionError: an option has a value that is not allowed.
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = SOAP(model.parameters(), lr=1e-2)
+    >>> optimizer = SOAP(model.named_parameters(), lr=1e-2)
     >>> model(torch.ones(1, 3)).sum().backward()
     >>> optimizer.step()
+    >>> optimizer.skipped_steps
+    0
     """
 
     rule = SoapRule()
