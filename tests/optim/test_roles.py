@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -263,13 +264,40 @@ def test_what_looks_like_an_embedding_and_has_no_name_gets_adamw_with_one_warnin
 
 
 def test_where_nothing_is_at_stake_nobody_is_warned():
-    """Warnings are errors here."""
-    Shampoo(nn.Sequential(nn.Linear(784, 1000), nn.Linear(1000, 10)).parameters())
-    Shampoo([meta(32000, 512)], method="kronecker")
-    Shampoo([{"params": [meta(32000, 512)], "method": "adam"}])
-    Shampoo([("lm_head.weight", meta(32000, 512))])
-    # as long as a vocabulary, but one of many: the layers of a large network
-    Shampoo([meta(24576, 3072) for _ in range(4)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Shampoo([meta(32000, 512)], method="kronecker")
+        Shampoo([meta(320, 64), meta(64, 64)], method="kronecker")
+        Shampoo([{"params": [meta(32000, 512)], "method": "adam"}])
+        Shampoo([("lm_head.weight", meta(32000, 512))])
+        # one matrix has nothing beside it that it could be taken for, and vectors get AdamW in any case
+        Shampoo([meta(64, 64), meta(64)])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda: [meta(4000, 64), meta(64, 64), meta(64)],
+        lambda: nn.Sequential(nn.Linear(784, 1000), nn.Linear(1000, 10)).parameters(),
+        lambda: [{"params": [meta(100, 8)]}, {"params": [meta(8, 8)], "lr": 0.1}],
+        # as long as a vocabulary, but one of many: the layers of a large network
+        lambda: [meta(24576, 3072) for _ in range(4)],
+    ],
+)
+def test_matrices_without_names_are_preconditioned_with_one_warning(params: Any) -> None:
+    """What is too small to be told by its shape was preconditioned without a word."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = KLShampoo(params())
+    assert [str(warning.message).split(",")[0] for warning in caught] == [
+        "KLShampoo was given parameters without names"
+    ]
+    assert "KLShampoo(model, ...)" in str(caught[0].message)
+    assert "model.named_parameters()" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert {how.split(" (")[0] for how in plan(optimizer).values()} <= {"KL-Shampoo", "AdamW"}
+    with pytest.warns(UserWarning, match="without names, and preconditions all 2 matrices"):
+        optimizer.add_param_group({"params": [meta(5, 5), meta(6, 5)]})
 
 
 def test_a_sequence_says_nothing_of_its_tables_so_their_shape_does():
@@ -293,3 +321,62 @@ def test_layers_that_thaw_train(route: Any) -> None:
         optimizer.step()
         moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
         assert moved == [thawed, thawed, True, True, True, True]
+
+
+# --- towers ---------------------------------------------------------------------------------------------------------
+
+
+def _tower(*sizes: int) -> nn.Sequential:
+    layers = [nn.Linear(first, second) for first, second in itertools.pairwise(sizes)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+
+
+class _Clip(nn.Module):
+    """Two towers of the same build, and a projection of each beside them."""
+
+    def __init__(self, text: int, vision: int) -> None:
+        super().__init__()
+        self.text_model, self.vision_model = _tower(8, text, text), _tower(12, vision, vision)
+        self.visual_projection = nn.Linear(vision, 6, bias=False)
+        self.text_projection = nn.Linear(text, 6, bias=False)
+
+
+TOWERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "clip": (lambda: _Clip(16, 20), {"visual_projection.weight", "text_projection.weight"}),
+    "clip of one width": (lambda: _Clip(16, 16), {"visual_projection.weight", "text_projection.weight"}),
+    "two towers": (
+        lambda: nn.ModuleDict({"query": _tower(8, 16, 6), "document": _tower(30, 20, 6)}),
+        {"query.2.weight", "document.2.weight"},
+    ),
+    "actor and critic": (
+        lambda: nn.ModuleDict({"actor": _tower(8, 16, 4), "critic": _tower(8, 16, 1)}),
+        {"actor.2.weight", "critic.2.weight"},
+    ),
+    # what follows is one after the other, and has one end
+    "autoencoder": (
+        lambda: nn.ModuleDict({"encoder": _tower(30, 16, 4), "decoder": _tower(4, 16, 30)}),
+        {"decoder.2.weight"},
+    ),
+    "attention": (
+        lambda: nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}),
+        {"o_proj.weight"},
+    ),
+    "numbered": (lambda: nn.ModuleDict({f"fc{i}": nn.Linear(8, 8) for i in range(3)}), {"fc2.weight"}),
+}
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_layers_that_end_towers_alike_are_treated_alike(kind: str) -> None:
+    make, heads = TOWERS[kind]
+    found = assert_one_plan(make())
+    assert {name for name, how in found.items() if "head" in how} == heads
+
+
+def test_the_projections_of_clip_are_treated_alike() -> None:
+    transformers = pytest.importorskip("transformers")
+    shared = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**shared, "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**shared, "hidden_size": 48, "image_size": 16, "patch_size": 8}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
+    found = assert_one_plan(model)
+    assert {how for name, how in found.items() if "projection" in name} == {"AdamW (head)"}

@@ -166,7 +166,7 @@ def test_a_mismatch_names_the_parameter_and_the_reason_and_changes_nothing():
         Shampoo(parameters((4, 3)), 0.05).load_state_dict({**saved, "param_groups": saved["param_groups"]})
     with pytest.raises(StateError, match="groups"):
         Shampoo([{"params": [p]} for _, p in changed], 0.05).load_state_dict(saved)
-    fresh = Shampoo([("layers.0.weight", parameters((4, 3))[0]), ("b", parameters((5, 2))[0])], 0.05)
+    fresh = Shampoo([("layers.0.weight", parameters((4, 3))[0]), ("layers.1.weight", parameters((5, 2))[0])], 0.05)
     groups = [{**saved["param_groups"][0], "scale": '{"type": "Graft"}'}]
     with pytest.raises(StateError, match="graft_sq"):
         fresh.load_state_dict({**saved, "param_groups": groups})

@@ -13,34 +13,32 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from kronscope.errors import DistributedError, NonFiniteError, StateError
-from kronscope.kron.operators import Operator
+from kronscope.errors import DistributedError, NonFiniteError
 from kronscope.kron.rescues import rescues
 from kronscope.optim.advice import default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
 from kronscope.optim.config import Hyper
-from kronscope.optim.diagnostics import Diagnostics, diagnose
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
-from kronscope.optim.explain import Explanation, explain_plan
-from kronscope.optim.live import live_operator
+from kronscope.optim.inspected import InspectedOptimizer
 from kronscope.optim.loading import (
     check_loaded,
     decoded_groups,
     encoded_group,
     hooks_off,
-    load_tensors,
+    loaded_tensors,
     on_device,
     placed,
     warn_of_replaced,
 )
-from kronscope.optim.metrics import Direction, Progress, Put, UpdateLog, flat
+from kronscope.optim.matching import matched
+from kronscope.optim.metrics import Progress, Put, UpdateLog
 from kronscope.optim.options import (
     checked_group,
     layout_options,
     structure_of,
 )
 from kronscope.optim.parallel import Exchange, SingleProcess
-from kronscope.optim.planned import PlannedOptimizer
+from kronscope.optim.planning import is_trained
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.step import Portion, portions, take_step
@@ -49,17 +47,12 @@ from kronscope.support.callers import callers_level
 __all__ = ["KroneckerOptimizer"]
 
 
-class KroneckerOptimizer(PlannedOptimizer):
+class KroneckerOptimizer(InspectedOptimizer):
     """Base of :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo`; not to be made directly.
 
     A step is: check the gradients, take them into factors and moments, refresh the roots that are due, form the
     updates, apply them. Blocks of equal shape and options are treated together.
     """
-
-    _progress: Progress | None = None
-    _updates: UpdateLog | None = None
-    metrics_every: int = 10
-    """Look at updates and gradients at step 1 and every so many steps, for :meth:`metrics`; 0 for never."""
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -131,11 +124,6 @@ class KroneckerOptimizer(PlannedOptimizer):
         text = f"{what}; this step is skipped (number {self.skipped_steps})."
         warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
         return {}
-
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps that were skipped because a gradient was not finite."""
-        return max(int(group["skipped_steps"]) for group in self.param_groups)
 
     def _initialise(self, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
         """Make the state of parameters that have their first gradient, and the stacks if anything changed."""
@@ -213,108 +201,6 @@ class KroneckerOptimizer(PlannedOptimizer):
         steps = [int(self.state[param]["step"]) for param in params]
         self.rule.for_group(group).apply(targets, updates, group, steps)
 
-    # --- looking --------------------------------------------------------------------------------------------------
-
-    def operator(self, param: Tensor) -> Operator:
-        r"""Return the curvature matrix that a parameter's preconditioner stands for at this moment.
-
-        For Shampoo it is :math:`L \otimes R / \operatorname{tr} L` of the present factors, without eps and damping,
-        whatever the exponent: what ``approx.get("shampoo2")`` fits to the gradients seen so far, with weights
-        :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums. KL-Shampoo has its own factors, SOAP an
-        :class:`~kronscope.kron.EigenbasisDiagonal`; several blocks are block-diagonal, and without factors it is a
-        diagonal. If several processes share the work, all of them must call this, and all get the same operator.
-
-        Args:
-            param: A parameter of this optimizer that has had a gradient.
-
-        Returns:
-            The operator, which :func:`kronscope.cosine` compares with a matrix.
-
-        Raises:
-            StateError: it is not one of this optimizer's, or has had no gradient yet.
-        """
-        self._check_plan()
-        if param not in self._layouts:
-            raise StateError("operator() was given a tensor that is not a parameter of this optimizer.")
-        state = self.state.get(param, {})
-        if "step" not in state:
-            raise StateError(f"{self._name(param)} has had no gradient yet; call operator() after the first step.")
-        group = next(g for g in self.param_groups if any(param is p for p in g["params"]))
-        return live_operator(param, self._placement.whole(param, state), self._layouts[param], self._hyper(group))
-
-    def explain(self, *, rows: bool = False) -> Explanation:
-        """Return the plan for each parameter, with its memory and time beside AdamW's; also before the first step.
-
-        Args:
-            rows: Whether ``print`` shows a line for each parameter instead of a summary by shape. The returned object
-                has the ``rows`` in any case.
-
-        Returns:
-            The plan; print it.
-        """
-        self._check_plan()
-        names = self._names()
-        return explain_plan(
-            [
-                (names[param], param, self._layouts[param], hyper)
-                for group in self.param_groups
-                for hyper in (self._hyper(group),)
-                for param in group["params"]
-            ],
-            self._placement.describe,
-            rows=rows,
-        )
-
-    def diagnostics(self, *, gather: bool = False) -> Diagnostics:
-        """Return the state of every preconditioner: condition, rank, age and residual of its roots, size of a step.
-
-        It waits for other processes only with ``gather``. If processes divide the state (sharded parameters, or
-        ``parallel="divided"``), it has only the parameters whose blocks this process works on.
-
-        Args:
-            gather: Have all parameters; all processes must then call it, and all get the same answer.
-
-        Returns:
-            One row for each parameter; print it for a table.
-        """
-        self._check_plan()
-        names = self._names()
-        entries = [
-            (names[param], param, self._share(param), hyper, group)
-            for group in self.param_groups
-            for hyper in (self._hyper(group),)
-            for param in group["params"]
-        ]
-        return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather)
-
-    def metrics(self) -> dict[str, float]:
-        """Return a few numbers about the last step, for a log; of this process, and without asking any other.
-
-        ``step``, ``milliseconds`` (on the host, without the closure), ``roots`` (taken by this process),
-        ``fallbacks`` (roots that the solver failed to take at the first attempt), ``skipped_steps``. Of preconditioned
-        parameters, as far as this process forms their updates, and of the last step that was looked at
-        (:attr:`metrics_every`, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
-        and gradients, ``worst_cosine`` of a layer, whose name is :attr:`worst_layer`.
-
-        >>> import torch, kronscope
-        >>> model = torch.nn.Linear(3, 2)
-        >>> optimizer = kronscope.Shampoo(model.named_parameters(), lr=1e-2)
-        >>> model(torch.ones(1, 3)).sum().backward()
-        >>> optimizer.step()
-        >>> optimizer.metrics()["roots"], optimizer.worst_layer
-        (2.0, 'weight')
-        """
-        return flat(self.skipped_steps, self._progress, self._direction())
-
-    @property
-    def worst_layer(self) -> str:
-        """Name of the layer whose update agrees least with its gradient; empty before the first step."""
-        direction = self._direction()
-        return "" if direction is None else direction.worst_layer
-
-    def _direction(self) -> Direction | None:
-        return None if self._updates is None else self._updates.direction(self._name)
-
     # --- state ----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
@@ -344,9 +230,10 @@ class KroneckerOptimizer(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied, and have at least float32 whatever the parameters have.
 
-        Options come with it, but for those that decide what the state looks like (``block_size`` and its like): the
-        state must fit this optimizer's. Where another option than a rate differs from this optimizer's, a warning says
-        so.
+        Parameters are found by their names where both sides have names, whatever their order and that of the groups;
+        else by their places. Options come with the state, but for those that decide what it looks like (``block_size``
+        and its like): it must fit this optimizer's. Where another option than a rate differs from this optimizer's, a
+        warning says so.
 
         Raises:
             StateError: it does not fit; the text names the parameter and says why. Nothing is changed.
@@ -355,19 +242,23 @@ class KroneckerOptimizer(PlannedOptimizer):
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        state_dict = matched(state_dict, self.param_groups, is_trained)
         decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.rule)
         state_dict = {**state_dict, "param_groups": decoded}
         pairs = zip(self.param_groups, decoded, strict=False)
         hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
-        self._thaw_loaded(state_dict)
+        thawed = self._thawed_in(state_dict)
+        layouts = {**self._layouts, **self._found_layouts(thawed)} if thawed else self._layouts
         names = list(self._names().values())
-        check_loaded(state_dict, self.param_groups, self._layouts, hypers, names)
+        check_loaded(state_dict, self.param_groups, layouts, hypers, names)
+        self._thaw_loaded(thawed)
+        tensors = loaded_tensors(state_dict, self.param_groups, self._placement.unpacked)
         usual = {**default_arguments(type(self).__init__), **self.rule.fixed}
         warn_of_replaced(self.param_groups, decoded, checked_group(usual, self.rule))
         with hooks_off(self):
             # torch would cast factors to the parameters' dtype
             super().load_state_dict({**state_dict, "state": {}})
-        load_tensors(state_dict, self.param_groups, self.state, self._placement.unpacked)
+        self.state.update(tensors)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from kronscope.errors import OptionError
+from kronscope.optim.naming import plain_names
 from kronscope.optim.roles import roles_in
 
 __all__ = ["param_groups"]
@@ -29,8 +30,8 @@ def param_groups(
 
     Embeddings, heads and parameters of fewer than two dimensions get AdamW inside the optimizer. An embedding is
     recognised by its module or its name. A head is recognised if the model itself says so, by its name, by sharing its
-    weight with an embedding, or as the last matrix of the model. Each expert of a stack of experts is a matrix of its
-    own.
+    weight with an embedding, or as the last matrix of the model, or of each of its towers. Each expert of a stack of
+    experts is a matrix of its own.
 
     Args:
         model: The model; parameters that do not require gradients are left out.
@@ -38,10 +39,11 @@ def param_groups(
         decay_vectors: Give parameters of fewer than two dimensions the weight decay too.
         split_qkv: Cut fused query-key-value weights into three matrices.
         overrides: Options for parameters whose name fits a pattern, for example ``{"blocks.0.*": {"lr": 1e-4}}``; the
-            first pattern that fits is taken.
+            first pattern that fits is taken. A name counts with and without what DistributedDataParallel and
+            ``torch.compile`` put in front of it.
 
     Returns:
-        Groups of named parameters, as the optimizers take them.
+        Groups of named parameters, as the optimizers take them; the names are the model's, without wrappers.
 
     Raises:
         OptionError: a pattern fits no parameter.
@@ -50,12 +52,15 @@ def param_groups(
     >>> [(group["params"][0][0], group["roles"]) for group in param_groups(model)]
     [('0.weight', ['embedding', 'head']), ('1.weight', ['']), ('1.bias', ['', ''])]
     """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    everything = list(model.named_parameters())
+    plain = plain_names([name for name, _ in everything])
+    given = {param: name for name, param in everything}
+    named = [(name, param) for name, (_, param) in zip(plain, everything, strict=True) if param.requires_grad]
     roles = roles_in(model, head=head)
     groups: dict[str, dict[str, Any]] = {}
     unused = dict(overrides or {})
     for name, param in named:
-        options = dict(_override(name, overrides or {}, unused))
+        options = dict(_override({name, given[param]}, overrides or {}, unused))
         role = roles.get(param, "")
         if role in ("embedding", "head"):
             key = "embeddings and heads"
@@ -78,9 +83,11 @@ def param_groups(
     return list(groups.values())
 
 
-def _override(name: str, overrides: Mapping[str, Mapping[str, Any]], unused: dict[str, Any]) -> Mapping[str, Any]:
+def _override(
+    names: Iterable[str], overrides: Mapping[str, Mapping[str, Any]], unused: dict[str, Any]
+) -> Mapping[str, Any]:
     for pattern, options in overrides.items():
-        if fnmatch.fnmatchcase(name, pattern):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             unused.pop(pattern, None)
             return options
     return {}

@@ -27,7 +27,7 @@ __all__ = [
     "decoded_groups",
     "encoded_group",
     "hooks_off",
-    "load_tensors",
+    "loaded_tensors",
     "on_device",
     "placed",
     "warn_of_replaced",
@@ -69,7 +69,7 @@ def decoded_groups(
     """
     found = [{name: decode(value) for name, value in group.items()} for group in saved]
     for group, old in zip(groups, found, strict=False):
-        for name in (*OBJECTS, "skipped_steps", "family"):
+        for name in (*OBJECTS, "skipped_steps"):
             old.setdefault(name, group[name])
         old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
         rule.check_saved_by(str(old["family"]))
@@ -180,25 +180,23 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
             )
 
 
-def load_tensors(
-    saved: Mapping[str, Any],
-    groups: Sequence[dict[str, Any]],
-    state: dict[Tensor, Any],
-    part: Callable[[Tensor, str, Tensor], Tensor],
-) -> None:
+def loaded_tensors(
+    saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], part: Callable[[Tensor, str, Tensor], Tensor]
+) -> dict[Tensor, dict[str, Tensor]]:
     """Copy the saved tensors, in the dtype of the parameter's state; what steers the schedule stays on the CPU.
 
     Args:
         saved: The state dict.
         groups: The optimizer's parameter groups.
-        state: The optimizer's state, which is replaced.
         part: Returns what this process keeps of a parameter's tensor.
     """
+    found = {}
     for group, old in zip(groups, saved["param_groups"], strict=True):
         for param, key in zip(group["params"], old["params"], strict=True):
             if key in saved["state"]:
                 kept = {name: part(param, name, value).detach() for name, value in saved["state"][key].items()}
-                state[param] = placed(kept, param, copy=True)
+                found[param] = placed(kept, param, copy=True)
+    return found
 
 
 def placed(tensors: Mapping[str, Tensor], param: Tensor, *, copy: bool = False) -> dict[str, Tensor]:

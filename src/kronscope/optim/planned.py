@@ -15,6 +15,7 @@ from kronscope.optim.advice import check_group_names
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.loading import placed
+from kronscope.optim.naming import place_names, plain_names
 from kronscope.optim.options import (
     OBJECTS,
     check_layout_options,
@@ -23,7 +24,7 @@ from kronscope.optim.options import (
     hyper_of,
     layout_options,
 )
-from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, choose_placement
+from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, check_not_flattened, choose_placement
 from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import Stack
@@ -73,6 +74,8 @@ class PlannedOptimizer(Optimizer):
         name_alike(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if "param_names" in group:
+            group["param_names"] = plain_names(group["param_names"])
         group.update({name: checked[name] for name in OBJECTS})
         group.setdefault("skipped_steps", 0)
         group["family"] = self.rule.name
@@ -94,17 +97,20 @@ class PlannedOptimizer(Optimizer):
         Args:
             thawed: Parameters that count as trained, whatever they say of themselves.
         """
+        self._layouts.update(self._found_layouts(thawed))
+        self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
+        self._places = [param for group in self.param_groups for param in group["params"]]
+
+    def _found_layouts(self, thawed: Container[Tensor] = ()) -> dict[Tensor, Layout]:
+        """Return the layouts that :meth:`_plan` decides upon."""
         known = {param: layout for param, layout in self._layouts.items() if not layout.frozen}
-        found = plan_layouts(
+        return plan_layouts(
             self.param_groups,
             known,
             self.defaults["memory_budget"],
             self.rule,
             lambda param: param in thawed or is_trained(param),
         )
-        self._layouts.update(found)
-        self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
-        self._places = [param for group in self.param_groups for param in group["params"]]
 
     def _thaw(self) -> None:
         """Plan the parameters that were frozen and are not any more."""
@@ -113,11 +119,15 @@ class PlannedOptimizer(Optimizer):
             self._plan()
             self._place(self.param_groups, only=set(thawed))
 
-    def _thaw_loaded(self, saved: dict[str, Any]) -> None:
-        """Plan the parameters that are frozen here but were not in the run that was saved."""
+    def _thawed_in(self, saved: dict[str, Any]) -> set[Tensor]:
+        """Return the parameters that are frozen here but were not in the run that was saved."""
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        thawed = {p for p, key in zip(params, keys, strict=False) if self._layouts[p].frozen and key in saved["state"]}
+        pairs = zip(params, keys, strict=False)
+        return {param for param, key in pairs if self._layouts[param].frozen and key in saved["state"]}
+
+    def _thaw_loaded(self, thawed: set[Tensor]) -> None:
+        """Plan the parameters of :meth:`_thawed_in`."""
         if thawed:
             self._plan(thawed)
             # a state may be loaded by one process at a time
@@ -148,6 +158,7 @@ class PlannedOptimizer(Optimizer):
             if not self._layouts[param].frozen and (only is None or param in only)
         ]
         if not self._placed:
+            check_not_flattened(names, self._name)
             named = [(name, param) for param, name in names.items()]
             self._placement = choose_placement(named, self._parallel, self._process_group)
             self._placed = True
@@ -172,6 +183,9 @@ class PlannedOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         if any(param not in self._layouts for param in params):
             self._plan_anew(params, ask=ask)
+        if ask:
+            # FSDP1 may have flattened them where they are
+            check_not_flattened(params, self._name)
         if ask and not self._compared:
             self._compare()
 
@@ -229,9 +243,9 @@ class PlannedOptimizer(Optimizer):
         """Return the name of each parameter, or its place."""
         found = {}
         for index, group in enumerate(self.param_groups):
-            names = group.get("param_names")
+            names = group.get("param_names") or place_names(index, group["params"])
             for place, param in enumerate(group["params"]):
-                found[param] = str(names[place]) if names else f"group {index} parameter {place} {tuple(param.shape)}"
+                found[param] = str(names[place])
         return found
 
     def _name(self, param: Tensor) -> str:

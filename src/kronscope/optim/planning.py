@@ -21,6 +21,7 @@ from kronscope.optim.blocks import (
     frozen_layout,
     plan_layout,
 )
+from kronscope.optim.naming import is_place, place_names
 from kronscope.optim.roles import EXPERTS, LIKE_A_TABLE, like_tables, roles_in, roles_of
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype
@@ -33,6 +34,9 @@ def as_groups(params: Any) -> Any:
     """Turn what a constructor was given into groups whose parameters can be gone through twice.
 
     A module gives one group of all its named parameters, with their roles. What torch refuses is left to it.
+
+    Raises:
+        OptionError: it is a list of modules.
     """
     if isinstance(params, nn.Module):
         named = list(params.named_parameters())
@@ -41,6 +45,11 @@ def as_groups(params: Any) -> Any:
     if isinstance(params, Tensor):
         return params
     listed = list(params)
+    if any(isinstance(entry, nn.Module) for entry in listed):
+        raise OptionError(
+            "a list of modules was given; pass one module, such as nn.ModuleList([first, second]), so that every "
+            "parameter has a name of its own, or groups: [*ks.param_groups(first), *ks.param_groups(second)]."
+        )
     if not listed or not isinstance(listed[0], dict):
         return [{"params": listed}] if listed else listed
     for group in listed:
@@ -64,13 +73,9 @@ def name_alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
         return
     if named:
         for index, other in enumerate(groups):
-            other["param_names"] = _places(index, other["params"])
+            other["param_names"] = place_names(index, other["params"])
     elif all(isinstance(param, Tensor) for param in listed):
-        group["params"] = list(zip(_places(len(groups), listed), listed, strict=True))
-
-
-def _places(index: int, params: Sequence[Tensor]) -> list[str]:
-    return [f"group {index} parameter {place} {tuple(param.shape)}" for place, param in enumerate(params)]
+        group["params"] = list(zip(place_names(len(groups), listed), listed, strict=True))
 
 
 def add_roles(groups: Sequence[dict[str, Any]], method: str, kind: str, *, whole: bool) -> None:
@@ -95,7 +100,9 @@ def add_roles(groups: Sequence[dict[str, Any]], method: str, kind: str, *, whole
         roles[param] = LIKE_A_TABLE
     for group in fresh:
         group["roles"] = [roles[param] for param in group["params"]]
-    _warn([p for group in fresh if group.get("method", method) == "auto" for p in group["params"]], roles, kind)
+    open_to_roles = [group for group in fresh if group.get("method", method) == "auto"]
+    if not _warn_of_tables([p for group in open_to_roles for p in group["params"]], roles, kind):
+        _warn_of_no_names(open_to_roles, roles, kind)
 
 
 def _says_something(name: str) -> bool:
@@ -103,19 +110,41 @@ def _says_something(name: str) -> bool:
     return any(not part.isdigit() for part in name.split(".")[:-1])
 
 
-def _warn(params: Sequence[Tensor], roles: Mapping[Tensor, str], kind: str) -> None:
+def _ways(kind: str) -> str:
+    return (
+        f"Pass the model itself, {kind}(model, ...), or model.named_parameters(), or groups from "
+        f"kronscope.param_groups(model), so that every embedding and head is known"
+    )
+
+
+def _warn_of_no_names(groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, str], kind: str) -> None:
+    """Warn where several matrices without names are preconditioned: by custom one of them is an embedding or a head."""
+    unnamed = [group for group in groups if all(map(is_place, group.get("param_names", ())))]
+    matrices = [p for group in unnamed for p in group["params"] if p.ndim > 1 and not roles[p]]
+    if len(matrices) > 1:
+        warnings.warn(
+            f"{kind} was given parameters without names, and preconditions all {len(matrices)} matrices among them, "
+            f"also embeddings and heads, which do better with AdamW. {_ways(kind)}; or say that all are meant with "
+            f"method='kronecker'.",
+            UserWarning,
+            stacklevel=callers_level(),
+        )
+
+
+def _warn_of_tables(params: Sequence[Tensor], roles: Mapping[Tensor, str], kind: str) -> bool:
+    """Warn of tables that were recognised by their shape alone; return whether there are any."""
     shapes = [" x ".join(map(str, param.shape)) for param in params if roles[param] == LIKE_A_TABLE]
     if shapes:
         several = len(shapes) > 1
         warnings.warn(
             f"{kind} does not know the names of its parameters, and {'some look' if several else 'one looks'} like an "
             f"embedding or a head by shape ({', '.join(shapes[:4])}{', ...' if len(shapes) > 4 else ''}): "
-            f"{'they get' if several else 'it gets'} AdamW. Pass the model itself, {kind}(model, ...), or "
-            f"model.named_parameters(), or groups from kronscope.param_groups(model), so that every embedding and head "
-            f"is known; or put what is none into a group with method='kronecker'.",
+            f"{'they get' if several else 'it gets'} AdamW. {_ways(kind)}; or put what is none into a group with "
+            f"method='kronecker'.",
             UserWarning,
             stacklevel=callers_level(),
         )
+    return bool(shapes)
 
 
 class _Pool:

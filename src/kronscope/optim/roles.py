@@ -92,7 +92,8 @@ def roles_of(names: Sequence[str], params: Sequence[Tensor], *, last: bool = Tru
     """Tell the roles of parameters from their names and shapes.
 
     Of several matrices in a head only the last one is it. Where no name says head, the last matrix of all is it,
-    unless it is inside a block of a list, leads back to the width of an embedding, or is the only one.
+    unless it is inside a block of a list, leads back to the width of an embedding, or is the only one; and with it the
+    layer that ends another tower in the same way.
 
     Args:
         names: The names; empty where unknown.
@@ -114,8 +115,7 @@ def roles_of(names: Sequence[str], params: Sequence[Tensor], *, last: bool = Tru
             role = ""
         roles.append(role)
     if last and "head" not in roles:
-        place = _last_matrix(names, params, roles)
-        if place is not None:
+        for place in _last_matrices(names, params, roles):
             roles[place] = "head"
     return roles
 
@@ -144,8 +144,7 @@ def roles_in(model: nn.Module, *, head: bool | None = None) -> dict[Tensor, str]
     if output is not None and roles.get(output) == "":
         roles[output] = "head"
     if head is not False and (head or "head" not in roles.values()):
-        place = _last_matrix(names, params, [roles[param] for param in params])
-        if place is not None:
+        for place in _last_matrices(names, params, [roles[param] for param in params]):
             roles[params[place]] = "head"
     return roles
 
@@ -202,6 +201,62 @@ def _is_layer(name: str, param: Tensor, known: set[str]) -> bool:
     if not name.endswith("weight"):
         return False
     return param.ndim > 2 or name.removesuffix("weight") + "bias" in known
+
+
+def _last_matrices(names: Sequence[str], params: Sequence[Tensor], roles: Sequence[str]) -> list[int]:
+    """Return where the last matrix is, if it can be the output of a model, and those that end other towers."""
+    place = _last_matrix(names, params, roles)
+    return [] if place is None else [place, *_twins(place, names, params, roles)]
+
+
+def _twins(place: int, names: Sequence[str], params: Sequence[Tensor], roles: Sequence[str]) -> list[int]:
+    """Return the matrices that are to other towers what one is to its own: their last, with the same name inside.
+
+    ``text.proj`` and ``image.proj`` differ in the tower's name; ``text_projection`` and ``visual_projection`` are
+    outside, and as many as there are towers.
+    """
+    split = [_parts(name) for name in names]
+    own, last = split[place], params[place]
+    inside, outside = [], []
+    for other, parts in enumerate(split):
+        param = params[other]
+        if param.ndim != 2 or roles[other] or len(parts) != len(own) or not set(param.shape) & set(last.shape):
+            continue
+        differing = [i for i, (a, b) in enumerate(zip(parts, own, strict=True)) if a != b]
+        if len(differing) != 1 or differing[0] == len(own) - 1 or _without_digits(parts) == _without_digits(own):
+            continue
+        depth = differing[0] + 1
+        if depth < len(own) - 1:
+            ours, theirs = (_matrices_under(path[:depth], split, params) for path in (own, parts))
+            # one that makes what the other takes in comes before it, and is no tower beside it
+            feeds = param.shape[0] == params[ours[0]].shape[-1] != params[theirs[0]].shape[-1]
+            if other == theirs[-1] and not feeds:
+                inside.append(other)
+        elif parts[-2].split("_")[-1] == own[-2].split("_")[-1]:
+            outside.append(other)
+    return inside or (outside if len(outside) + 1 == _count_towers(split) else [])
+
+
+def _matrices_under(path: Sequence[str], split: Sequence[Sequence[str]], params: Sequence[Tensor]) -> list[int]:
+    return [i for i, parts in enumerate(split) if params[i].ndim > 1 and parts[: len(path)] == path]
+
+
+def _count_towers(split: Sequence[Sequence[str]]) -> int:
+    """Return how many modules of a model are built alike: as many of their parameters' names are the same as not."""
+    inner: dict[str, set[str]] = {}
+    for first, *rest in split:
+        if len(rest) > 1:
+            inner.setdefault(first, set()).add(".".join(rest))
+    sets = list(inner.values())
+    alike = [
+        any(len(one & other) >= len(one ^ other) for j, other in enumerate(sets) if j != i)
+        for i, one in enumerate(sets)
+    ]
+    return sum(alike)
+
+
+def _without_digits(parts: Sequence[str]) -> list[str]:
+    return [re.sub(r"\d", "", part) for part in parts]
 
 
 def _last_matrix(names: Sequence[str], params: Sequence[Tensor], roles: Sequence[str]) -> int | None:

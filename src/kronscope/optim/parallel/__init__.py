@@ -17,13 +17,22 @@ from torch import Tensor
 from kronscope.errors import DistributedError, OptionError
 from kronscope.optim.parallel.copied import Copied
 from kronscope.optim.parallel.placement import Exchange, Placement, Planned, Ranges
-from kronscope.optim.parallel.shards import is_dtensor, mesh_ranks
+from kronscope.optim.parallel.shards import check_not_flattened, is_dtensor, mesh_ranks
 from kronscope.optim.parallel.single import SingleProcess
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Exchange", "Placement", "Planned", "Ranges", "SingleProcess", "choose_group", "choose_placement"]
+__all__ = [
+    "Exchange",
+    "Placement",
+    "Planned",
+    "Ranges",
+    "SingleProcess",
+    "check_not_flattened",
+    "choose_group",
+    "choose_placement",
+]
 
 
 def choose_placement(

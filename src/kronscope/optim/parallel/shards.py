@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = ["Shards", "is_dtensor", "local_gradient", "local_tensor", "mesh_ranks", "shards_of"]
+__all__ = ["Shards", "check_not_flattened", "is_dtensor", "local_gradient", "local_tensor", "mesh_ranks", "shards_of"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,25 @@ def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor; does not import what nobody has imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_not_flattened(params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
+    """Refuse parameters that FSDP1 has flattened: nothing says any more what was a matrix.
+
+    Args:
+        params: The parameters.
+        name: Returns a parameter's name.
+
+    Raises:
+        DistributedError: one of them is.
+    """
+    for param in params:
+        if getattr(param, "_fsdp_flattened", False):
+            raise DistributedError(
+                f"{name(param)} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that no "
+                f"matrices are left to precondition. Use FSDP2: torch.distributed.fsdp.fully_shard(model) before the "
+                f"optimizer is made, or fsdp_version=2 in Accelerate and Transformers."
+            )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
