@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from typing import Any
 
@@ -106,6 +107,34 @@ def test_the_condition_of_a_singular_factor_is_a_number():
     condition = optimizer.diagnostics().rows[0].condition
     assert condition is not None
     assert 1e5 < condition < 1e8
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
+@pytest.mark.parametrize("shapes", [[(16, 8)] * 40, [(8 + i, 6 + i) for i in range(12)], [(32,)] * 60])
+def test_the_time_of_small_layers_counts_what_calls_cost(kind: Any, shapes: Any) -> None:
+    """It was a hundredth of what a step took: of small layers calls cost more than what they do."""
+    params = parameters(*shapes, dtype=torch.float32)
+    optimizer = kind(params, 1e-3)
+    plan = optimizer.explain()
+    history = [gradients(shape, 20, dtype=torch.float32) for shape in shapes]
+    train(optimizer, params, history)
+    taken = []
+    for _ in range(5):
+        start = time.process_time()
+        train(optimizer, params, [[grads[0]] * 10 for grads in history])
+        taken.append(1e3 * (time.process_time() - start) / 10)
+    assert min(taken) / 6 < plan.milliseconds() < 6 * min(taken)
+    assert plan.milliseconds(first=True) >= plan.milliseconds()
+    assert f"a step: {plan.milliseconds():.2g} ms" in str(plan) or plan.milliseconds() >= 10
+
+
+def test_layers_treated_together_share_what_calls_cost() -> None:
+    def calls(shapes: Any) -> float:
+        return sum(row.calls.later for row in Shampoo(parameters(*shapes)).explain().rows)
+
+    together, apart = calls([(16, 8)] * 10), calls([(16 + i, 8) for i in range(10)])
+    assert apart > 2 * together
+    assert calls([(16, 8)]) < together < 10 * calls([(16, 8)])
 
 
 # --- what loading replaces ------------------------------------------------------------------------------------------

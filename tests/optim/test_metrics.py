@@ -52,10 +52,14 @@ def test_update_and_gradient_are_compared_as_they_are(kind: str) -> None:
 def test_numbers_are_flat_floats_and_count_what_happened() -> None:
     params = parameters(*SHAPES)
     optimizer = Shampoo(params, 0.1, refresh=2)
-    assert optimizer.metrics() == {"skipped_steps": 0.0}
+    before = optimizer.metrics()
+    counted = ("skipped_steps", "step", "milliseconds", "roots", "fallbacks", "measured_step")
+    assert all(before[name] == 0.0 for name in counted)
+    assert all(math.isnan(before[name]) for name in before.keys() - set(counted))
     assert optimizer.worst_layer == ""
     train(optimizer, params, history(1))
     found = optimizer.metrics()
+    assert found.keys() == before.keys()
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert (found["roots"], found["fallbacks"]) == (6, 0)
     assert found["milliseconds"] > 0
@@ -82,7 +86,28 @@ def test_updates_are_looked_at_now_and_then() -> None:
     never = Shampoo(parameters(*SHAPES), 0.1)
     never.metrics_every = 0
     train(never, never.param_groups[0]["params"], history(1))
-    assert "cosine" not in never.metrics()
+    found = never.metrics()
+    assert (found["step"], found["measured_step"]) == (1, 0)
+    assert math.isnan(found["cosine"])
+
+
+def test_names_are_the_same_after_resuming_and_the_next_step_is_looked_at() -> None:
+    params = parameters(*SHAPES)
+    optimizer = Shampoo(params, 0.1)
+    train(optimizer, params, history(3))
+    resumed = Shampoo(copies(params), 0.1)
+    resumed.load_state_dict(optimizer.state_dict())
+    found = resumed.metrics()
+    assert found.keys() == optimizer.metrics().keys()
+    assert (found["step"], found["roots"], found["measured_step"]) == (3, 0, 0)
+    train(resumed, resumed.param_groups[0]["params"], history(1))
+    found = resumed.metrics()
+    assert (found["step"], found["measured_step"]) == (4, 4)
+    assert all(math.isfinite(value) for value in found.values())
+    # where nothing has factors there is nothing to look at, and the names stay
+    vectors = Shampoo(parameters((5,)), 0.1)
+    train(vectors, vectors.param_groups[0]["params"], [gradients((5,), 1)])
+    assert vectors.metrics().keys() == found.keys()
 
 
 class Failing(Eigh):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from kronscope.errors import DistributedError, NonFiniteError
+from kronscope.errors import DistributedError, NonFiniteError, StateError
 from kronscope.kron.rescues import rescues
 from kronscope.optim.advice import default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients, full_precision
@@ -56,6 +56,8 @@ class KroneckerOptimizer(InspectedOptimizer):
 
     # --- the step -------------------------------------------------------------------------------------------------
 
+    _failure = ""
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -69,6 +71,8 @@ class KroneckerOptimizer(InspectedOptimizer):
             closure: Reevaluates the model and returns the loss; called with gradients enabled.
 
         Raises:
+            DistributedError: processes do not fit together, or one of them died or hangs.
+            StateError: an earlier step failed so, and nothing was loaded since.
             GradientError: a gradient is sparse or complex.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
@@ -81,6 +85,11 @@ class KroneckerOptimizer(InspectedOptimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
+        if self._failure:
+            raise StateError(
+                f"an earlier step failed half-way on some processes, and what they have may differ: {self._failure} "
+                f"Load a checkpoint, of model and optimizer, on all processes before the next step."
+            )
         self._check_plan(ask=True)
         hypers = [self._known_hyper(group) for group in self.param_groups]
         self._thaw()
@@ -88,16 +97,29 @@ class KroneckerOptimizer(InspectedOptimizer):
         if not active:
             return
         started, before = time.perf_counter(), rescues()
+        try:
+            number, roots = self._take(active, hypers)
+        except DistributedError as error:
+            self._failure = str(error)
+            raise
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        self._progress = Progress(number, milliseconds, roots, rescues() - before)
+
+    def _take(self, active: dict[Tensor, int], hypers: list[Hyper]) -> tuple[int, int]:
+        """Take the step of some parameters; return its number, and how many roots this process took."""
         with full_precision({param.device.type for param in active}):
             self._initialise(active, hypers)
             torch._foreach_add_([self.state[param]["step"] for param in active], 1)
             exchange = self._placement.open(active, self.param_groups, self._apply)
-            self._step_elementwise(exchange, active, hypers)
+            if self._placement.sends_gradients:
+                self._step_elementwise(exchange, active, hypers)
             number = int(self.state[next(iter(active))]["step"])
             roots = self._step_stacks(exchange, active, hypers, number)
+            if not self._placement.sends_gradients:
+                # after all that another process may fail at: parameters change together or not at all
+                self._step_elementwise(exchange, active, hypers)
             exchange.finish()
-        milliseconds = 1e3 * (time.perf_counter() - started)
-        self._progress = Progress(number, milliseconds, roots, rescues() - before)
+        return number, roots
 
     def _active(self) -> dict[Tensor, int]:
         """Return the parameters that take part in this step and their groups; none if the step is to be skipped."""
@@ -175,7 +197,9 @@ class KroneckerOptimizer(InspectedOptimizer):
 
     def _step_stacks(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper], number: int) -> int:
         put: Put = exchange.put
-        log = UpdateLog(number) if self.metrics_every and (number == 1 or number % self.metrics_every == 0) else None
+        # a process that has seen nothing yet, as after loading, looks at once
+        is_due = self._updates is None or (self.metrics_every and number % self.metrics_every == 0)
+        log = UpdateLog(number) if self.metrics_every and is_due else None
         if log is not None:
             self._updates, put = log, log.listening(put)
         work: list[Portion] = []
@@ -217,6 +241,13 @@ class KroneckerOptimizer(InspectedOptimizer):
         self._check_plan()
         if not part:
             self._placement.check_saving()
+        if self._failure:
+            warnings.warn(
+                "the last step failed half-way, so this state is neither that before it nor that after it; resume from "
+                "an earlier one.",
+                RuntimeWarning,
+                stacklevel=callers_level(),
+            )
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
@@ -259,6 +290,7 @@ class KroneckerOptimizer(InspectedOptimizer):
             # torch would cast factors to the parameters' dtype
             super().load_state_dict({**state_dict, "state": {}})
         self.state.update(tensors)
+        self._failure, self._progress, self._updates = "", None, None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

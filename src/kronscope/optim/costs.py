@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from kronscope.kron.triangles import is_packed
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
+from kronscope.optim.stacks import factor_dtype
 
 __all__ = [
     "BASIS_COST",
     "ELEMENT_COST",
     "ROOT_COST",
+    "STEP_CALLS",
+    "Calls",
+    "adamw_calls",
     "block_work",
+    "call_counts",
     "first_work",
     "layout_work",
     "refresh_cost",
@@ -26,6 +35,12 @@ ROOT_COST = 30.0
 BASIS_COST = 8.0
 # Elementwise work is bound by memory: one entry costs about as much as this many multiply-adds.
 ELEMENT_COST = 60.0
+# What a step takes for its calls alone, whatever the sizes, counted in products of two small matrices (fitted to the
+# CPU time of steps of 1 ... 100 layers of 16 x 8 and a little more, of one shape and of many, by the three families).
+STEP_CALLS = 250.0
+_MATRIX_CALLS, _VECTOR_CALLS = 45.0, 14.0
+_STACK_CALLS, _REFRESH_CALLS, _ROOT_CALLS = 350.0, 450.0, 10.0
+_ADAMW_CALLS, _ADAMW_STEP_CALLS = 8.0, 60.0
 
 
 def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
@@ -68,3 +83,52 @@ def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
         tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes))
         for tile in layout.tiles
     )
+
+
+class Calls(NamedTuple):
+    """What a parameter's part of a step takes beside its work, in calls of a small product.
+
+    Attributes:
+        later: Roots spread over their period.
+        first: With every root, as in the first steps.
+    """
+
+    later: float
+    first: float
+
+
+def call_counts(entries: Sequence[tuple[Tensor, Layout, Hyper]]) -> list[Calls]:
+    """Return what calls cost for each parameter; blocks that are treated together share what that costs.
+
+    Args:
+        entries: Parameters, their layouts and options.
+    """
+    keys = [_stack_of(*entry) for entry in entries]
+    blocks: dict[object, int] = {}
+    members: dict[object, int] = {}
+    for key, (_, layout, _) in zip(keys, entries, strict=True):
+        blocks[key] = blocks.get(key, 0) + sum(tile.total for tile in layout.tiles)
+        members[key] = members.get(key, 0) + 1
+    found = []
+    for key, (_, layout, hyper) in zip(keys, entries, strict=True):
+        if not layout.tiles:
+            found.append(Calls(*[0.0 if layout.frozen else _VECTOR_CALLS] * 2))
+            continue
+        own = sum(tile.total * len(tile.modes) for tile in layout.tiles)
+        modes = len(layout.tiles[0].modes)
+        period = hyper.refresh.period
+        common = [_STACK_CALLS + _REFRESH_CALLS * modes * due for due in (min(1.0, blocks[key] / period), 1.0)]
+        later, first = (_MATRIX_CALLS + share / members[key] for share in common)
+        found.append(Calls(later + _ROOT_CALLS * own / period, first + _ROOT_CALLS * own))
+    return found
+
+
+def _stack_of(param: Tensor, layout: Layout, hyper: Hyper) -> object:
+    """Return what blocks must have in common to be treated together."""
+    kinds = tuple((tile.block, tile.modes) for tile in layout.tiles)
+    return kinds, factor_dtype(param), id(hyper)
+
+
+def adamw_calls(parameters: int) -> float:
+    """Return the same of a step of AdamW, fused, for so many parameters."""
+    return _ADAMW_STEP_CALLS + _ADAMW_CALLS * parameters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
-from kronscope.optim.costs import ELEMENT_COST, first_work, layout_work
+from kronscope.optim.costs import ELEMENT_COST, STEP_CALLS, Calls, adamw_calls, call_counts, first_work, layout_work
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, initial_state
 
@@ -23,6 +23,9 @@ __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
 FROZEN = "frozen"
 _PRODUCT_SIZE = 384
 _MANY_STEPS = 10_000
+_SMALL_SIZE = 8
+# What a call of a small product costs where nothing is measured, in multiply-adds of a large one.
+_CALL_COST = 5e4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class ExplanationRow:
         share: Fraction of the step's estimated cost.
         cost: That cost, in multiply-adds of a matrix product that take as long.
         first_cost: The same of a step that takes every root, as the first ones do.
+        calls: What small layers take beside it, in calls of a small product: later on, and in the first steps.
     """
 
     name: str
@@ -58,6 +62,7 @@ class ExplanationRow:
     share: float
     cost: float
     first_cost: float
+    calls: Calls
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Explanation:
         rows: One per parameter.
         adamw_bytes: Bytes that AdamW's state would have for the parameters that are trained.
         adamw_cost: What a step of AdamW would cost, in the unit of the rows' costs.
+        call_cost: What the call of a small product costs, in the same unit: measured, where ``rate`` is.
         first_steps: Number of steps at the beginning that take every root.
         rate: Multiply-adds of a matrix product in a second, measured; None where it says nothing: with several
             processes, which divide the work.
@@ -78,6 +84,7 @@ class Explanation:
     rows: tuple[ExplanationRow, ...]
     adamw_bytes: int = 0
     adamw_cost: float = 0.0
+    call_cost: float = 0.0
     first_steps: int = 1
     rate: float | None = None
     parallel: str = ""
@@ -98,15 +105,15 @@ class Explanation:
         trained = [row for row in self.rows if row.method != FROZEN]
         numbers = sum(math.prod(row.shape) for row in trained)
         flops = sum(row.flops for row in trained) / 1e9
-        first, later = sum(row.first_cost for row in trained), sum(row.cost for row in trained)
+        first, later = (self._time(self._step_cost(first=first)) for first in (True, False))
         schedules = list(dict.fromkeys(row.refresh for row in trained if row.refresh))
         return [
             f"{len(trained)} parameters of {numbers / 1e6:.2f} million numbers",
             f"state: {_mib(self.total_bytes)} MiB, AdamW's: {_mib(self.adamw_bytes)} MiB",
-            f"a step: {self._time(later)} ({flops:.2f} GFLOP), AdamW's: {self._time(self.adamw_cost)}",
-            f"the first {self.first_steps} steps, which take every root: {self._time(first)} each"
+            f"a step: {later} ({flops:.2f} GFLOP), AdamW's: {self._time(self.adamw_cost)}",
+            f"the first {self.first_steps} steps, which take every root: {first} each"
             if self.first_steps > 1
-            else f"the first step, which takes every root: {self._time(first)}",
+            else f"the first step, which takes every root: {first}",
             f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
             "",
             self._groups(trained),
@@ -121,7 +128,7 @@ class Explanation:
             shape = row.shape if row.factors else ()
             kinds.setdefault((row.method, shape, row.factors), []).append(row)
         lines = []
-        for found in sorted(kinds.values(), key=lambda found: -sum(row.cost for row in found)):
+        for found in sorted(kinds.values(), key=lambda found: -self._cost(found, first=False)):
             row = found[0]
             lines.append(
                 (
@@ -130,11 +137,27 @@ class Explanation:
                     row.method,
                     "+".join(map(str, row.factors)) + (f" ({row.blocks} blocks)" if row.blocks > 1 else ""),
                     _mib(sum(row.bytes for row in found)),
-                    self._time(sum(row.first_cost for row in found)),
-                    self._time(sum(row.cost for row in found)),
+                    self._time(self._cost(found, first=True)),
+                    self._time(self._cost(found, first=False)),
                 )
             )
         return table(("number", "shape", "treated as", "factors", "MiB", "first steps", "later steps"), lines)
+
+    def milliseconds(self, *, first: bool = False) -> float | None:
+        """Return the estimate of a step's time; None where the work is divided over processes.
+
+        Args:
+            first: Of a step that takes every root, as the first ones do.
+        """
+        return None if self.rate is None else 1e3 * self._step_cost(first=first) / self.rate
+
+    def _step_cost(self, *, first: bool) -> float:
+        return self._cost(self.rows, first=first) + self.call_cost * STEP_CALLS
+
+    def _cost(self, rows: Sequence[ExplanationRow], *, first: bool) -> float:
+        if first:
+            return sum(row.first_cost + self.call_cost * row.calls.first for row in rows)
+        return sum(row.cost + self.call_cost * row.calls.later for row in rows)
 
     def _time(self, cost: float) -> str:
         if self.rate is not None:
@@ -207,18 +230,23 @@ def explain_plan(
             known[key] = _counted(param, layout, hyper)
         counts.append(known[key])
     total = sum(found.cost for found in counts) or 1.0
+    calls = call_counts([entry[1:] for entry in entries])
     made = tuple(
-        _row(name, param, layout, hyper, found, total)
-        for (name, param, layout, hyper), found in zip(entries, counts, strict=True)
+        _row(name, param, layout, hyper, found, total, own)
+        for (name, param, layout, hyper), found, own in zip(entries, counts, calls, strict=True)
     )
     trained = [(param, hyper) for _, param, layout, hyper in entries if not layout.frozen]
     parallel = describe({e[1]: found.sizes for e, found in zip(entries, counts, strict=True) if not e[2].frozen})
+    device = trained[0][0].device.type if trained else "cpu"
+    rate = None if parallel or not trained else product_rate(device)
+    call_cost = _CALL_COST if rate is None else rate * call_seconds(device)
     return Explanation(
         rows=made,
         adamw_bytes=sum(2 * param.numel() * factor_dtype(param).itemsize for param, _ in trained),
-        adamw_cost=sum(ELEMENT_COST * param.numel() for param, _ in trained),
+        adamw_cost=sum(ELEMENT_COST * param.numel() for param, _ in trained) + call_cost * adamw_calls(len(trained)),
+        call_cost=call_cost,
         first_steps=max((_first_steps(hyper) for hyper in {id(h): h for _, h in trained}.values()), default=1),
-        rate=None if parallel or not trained else product_rate(trained[0][0].device.type),
+        rate=rate,
         parallel=parallel,
         as_rows=rows,
     )
@@ -237,7 +265,9 @@ def _counted(param: Tensor, layout: Layout, hyper: Hyper) -> _Counts:
     return _Counts(sizes, flops, cost, first_work(layout, hyper, param.numel()))
 
 
-def _row(name: str, param: Tensor, layout: Layout, hyper: Hyper, counts: _Counts, total: float) -> ExplanationRow:
+def _row(
+    name: str, param: Tensor, layout: Layout, hyper: Hyper, counts: _Counts, total: float, calls: Calls
+) -> ExplanationRow:
     tiles = layout.tiles
     plain = "Adagrad" if hyper.is_sum else "AdamW"
     return ExplanationRow(
@@ -254,6 +284,7 @@ def _row(name: str, param: Tensor, layout: Layout, hyper: Hyper, counts: _Counts
         share=counts.cost / total,
         cost=counts.cost,
         first_cost=counts.first_cost,
+        calls=calls,
     )
 
 
@@ -277,6 +308,21 @@ def product_rate(device: str) -> float:
         float((matrix @ matrix)[0, 0])
         seconds.append(time.perf_counter() - start)
     return _PRODUCT_SIZE**3 / min(seconds)
+
+
+@functools.cache
+def call_seconds(device: str) -> float:
+    """Measure how long the call of a small product takes; on a device without data, on the CPU."""
+    where = "cpu" if device == "meta" else device
+    matrix = torch.ones(_SMALL_SIZE, _SMALL_SIZE, device=where)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(50):
+            found = matrix @ matrix
+        float(found[0, 0])
+        seconds.append((time.perf_counter() - start) / 50)
+    return min(seconds)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

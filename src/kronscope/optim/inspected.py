@@ -24,7 +24,7 @@ class InspectedOptimizer(PlannedOptimizer):
     _progress: Progress | None = None
     _updates: UpdateLog | None = None
     metrics_every: int = 10
-    """Look at updates and gradients at step 1 and every so many steps, for :meth:`metrics`; 0 for never."""
+    """Look at updates and gradients at the first step and every so many, for :meth:`metrics`; 0 for never."""
 
     def operator(self, param: Tensor | str) -> Operator:
         r"""Return the curvature matrix that a parameter's preconditioner stands for at this moment.
@@ -134,6 +134,10 @@ class InspectedOptimizer(PlannedOptimizer):
         (:attr:`metrics_every`, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
         and gradients, ``worst_cosine`` of a layer, whose name is :attr:`worst_layer`.
 
+        The names are always the same. Before this process's first step there are no milliseconds, roots and fallbacks
+        (0), and ``step`` is that of the state. Where no update was looked at, ``measured_step`` is 0 and the last four
+        are NaN: before the first step, with ``metrics_every = 0``, and where this process preconditions nothing.
+
         >>> import torch, kronscope
         >>> model = torch.nn.Linear(3, 2)
         >>> optimizer = kronscope.Shampoo(model.named_parameters(), lr=1e-2)
@@ -142,7 +146,8 @@ class InspectedOptimizer(PlannedOptimizer):
         >>> optimizer.metrics()["roots"], optimizer.worst_layer
         (2.0, 'weight')
         """
-        return flat(self.skipped_steps, self._progress, self._direction())
+        done = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        return flat(self.skipped_steps, self._progress or Progress(done, 0.0, 0, 0), self._direction())
 
     @property
     def worst_layer(self) -> str:

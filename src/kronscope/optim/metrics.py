@@ -105,20 +105,22 @@ class UpdateLog:
         )
 
 
-def flat(skipped_steps: int, progress: Progress | None, direction: Direction | None) -> dict[str, float]:
-    """Return what is known as one dictionary of floats.
+def flat(skipped_steps: int, progress: Progress, direction: Direction | None) -> dict[str, float]:
+    """Return one dictionary of floats, with the same names always; NaN where nothing was measured.
 
-    >>> flat(2, None, None)
-    {'skipped_steps': 2.0}
+    >>> found = flat(2, Progress(0, 0.0, 0, 0), None)
+    >>> found["skipped_steps"], found["step"], found["cosine"]
+    (2.0, 0.0, nan)
     """
-    found = {"skipped_steps": float(skipped_steps)}
-    if progress is not None:
-        found |= {name: float(value) for name, value in progress._asdict().items()}
-    if direction is not None:
-        found["measured_step"] = float(direction.step)
-        found["update_rms"], found["cosine"] = direction.rms, direction.cosine
-        found["worst_cosine"] = direction.worst_cosine
-    return found
+    seen = direction or Direction(0, math.nan, math.nan, math.nan, "")
+    return {
+        "skipped_steps": float(skipped_steps),
+        **{name: float(value) for name, value in progress._asdict().items()},
+        "measured_step": float(seen.step),
+        "update_rms": seen.rms,
+        "cosine": seen.cosine,
+        "worst_cosine": seen.worst_cosine,
+    }
 
 
 def _cosine(inner: float, first: float, second: float) -> float:

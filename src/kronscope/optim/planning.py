@@ -124,8 +124,8 @@ def _warn_of_no_names(groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, s
     if len(matrices) > 1:
         warnings.warn(
             f"{kind} was given parameters without names, and preconditions all {len(matrices)} matrices among them, "
-            f"also embeddings and heads, which do better with AdamW. {_ways(kind)}; or say that all are meant with "
-            f"method='kronecker'.",
+            f"also embeddings and heads, which do better with AdamW. {_ways(kind)}; or, where all are "
+            f"meant, put the matrices into a group with method='kronecker'.",
             UserWarning,
             stacklevel=callers_level(),
         )

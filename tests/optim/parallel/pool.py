@@ -36,6 +36,7 @@ def _serve(rank: int, inbox: Any, outbox: Any, paths: list[str]) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+                warnings.filterwarnings("ignore", message=".* was given parameters without names")
                 result = getattr(importlib.import_module(module), name)(**kwargs)
             # pickled here, where a failure is reported, and by value
             outbox.put((rank, True, pickle.dumps(result)))

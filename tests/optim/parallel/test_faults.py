@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from kronscope.errors import DistributedError
+from kronscope.errors import DistributedError, StateError
 from kronscope.optim import Shampoo
+from kronscope.optim.parallel import replicated, shared_roots
 from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import parameters
@@ -129,3 +132,52 @@ def test_a_process_that_hangs_is_an_error_on_the_others_and_changes_no_parameter
     assert "last checkpoint" in report["error"]
     assert 4 < report["seconds"] < 15
     assert report["unchanged"]
+
+
+def fails_half_way(mode: str) -> dict[str, Any]:
+    """The exchange of the third step fails on all processes; then all go on from what was saved before."""
+    model = wrapped(mode)
+    optimizer = made(mode, "shampoo", model.named_parameters())
+    train(model, optimizer, range(2))
+    before = values(model)
+    saved = copy.deepcopy(optimizer.state_dict(part=True))
+    module = shared_roots if mode == "ddp" else replicated
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise DistributedError("the connection was reset.")
+
+    kept, module.gather_flat = module.gather_flat, broken  # type: ignore[attr-defined]
+    found: dict[str, Any] = {"errors": []}
+    try:
+        train(model, optimizer, [2])
+    except DistributedError as error:
+        found["errors"].append(str(error))
+    finally:
+        module.gather_flat = kept  # type: ignore[attr-defined]
+    found["unchanged"] = all(torch.equal(value, before[name]) for name, value in values(model).items())
+    try:
+        train(model, optimizer, [2])
+    except StateError as error:
+        found["errors"].append(str(error))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.state_dict(part=True)
+    found["warned"] = [str(warning.message) for warning in caught]
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(2, 5))
+    return {**found, "values": values(model)}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "divided"])
+def test_a_step_that_fails_half_way_changes_no_parameter_and_is_not_gone_on_from(pool: Pool, mode: str) -> None:
+    model = wrapped("single")
+    train(model, made("single", "shampoo", model.named_parameters()), range(5))
+    wanted = values(model)
+    for report in pool.run(fails_half_way, 2, mode=mode):
+        assert report["errors"][0] == "the connection was reset."
+        assert "failed half-way" in report["errors"][1]
+        assert "Load a checkpoint" in report["errors"][1]
+        assert report["unchanged"]
+        assert any("neither that before it nor that after" in text for text in report["warned"])
+        for name, value in report["values"].items():
+            assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-11), name

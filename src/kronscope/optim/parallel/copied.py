@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kronscope.errors import StateError
 from kronscope.optim.parallel.agreement import Agreement, check_same_plan, described
-from kronscope.optim.parallel.placement import Planned, Ranges
+from kronscope.optim.parallel.placement import Apply, Planned, Ranges
 from kronscope.optim.parallel.shared_roots import SharedRoots
-from kronscope.optim.parallel.single import Whole
+from kronscope.optim.parallel.single import LocalExchange, Whole
 
 __all__ = ["Copied"]
 
@@ -63,6 +63,10 @@ class Copied(Whole):
             DistributedError: parameters or gradients are not the same, or a process does not answer.
         """
         return self._agreement.on_gradients(params, finite, lambda param: True)
+
+    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
+        """Begin a step; parameters step when all roots are there, so that none does if a process fails to send its."""
+        return LocalExchange(active, groups, apply, at_once=False)
 
     def describe(self, sizes: Mapping[Tensor, Mapping[str, int]]) -> str:
         """Say what each process keeps and receives."""

@@ -39,6 +39,7 @@ class Distributed:
     """
 
     roots = LocalRoots()
+    sends_gradients = True
 
     def __init__(self, group: dist.ProcessGroup, *, saves_parts: bool = True) -> None:
         self.group, self._saves_parts = group, saves_parts

@@ -64,6 +64,11 @@ class Placement(Protocol):
         """Who takes the roots that are due in a step."""
         ...
 
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients travel when a step begins, so that elementwise work is best done meanwhile."""
+        ...
+
     def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
         """Ask all processes whether they have the same groups; every process must ask at the same time.
 

@@ -14,11 +14,13 @@ from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors, 
 from kronscope.optim.stacks import Member
 from kronscope.optim.step import LocalRoots
 
-__all__ = ["SingleProcess", "Whole"]
+__all__ = ["LocalExchange", "SingleProcess", "Whole"]
 
 
 class Whole:
     """What placements have in common in which every process keeps the whole state; to be derived from."""
+
+    sends_gradients = False
 
     @property
     def ranges(self) -> Ranges:
@@ -36,10 +38,6 @@ class Whole:
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient."""
         return param.grad
-
-    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
-        """Begin a step."""
-        return LocalExchange(active, groups, apply)
 
     def check_saving(self) -> None:
         """Do nothing: the state of any process is the whole."""
@@ -88,6 +86,10 @@ class SingleProcess(Whole):
         if ranges:
             raise StateError("a process that shared its work with others was copied to one that is on its own.")
 
+    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
+        """Begin a step; nothing can fail that another process does, so parameters step as updates come."""
+        return LocalExchange(active, groups, apply, at_once=True)
+
     def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
         """Return the answer of this process."""
         return dict(finite)
@@ -98,10 +100,19 @@ class SingleProcess(Whole):
 
 
 class LocalExchange:
-    """A step of one process: gradients are where they are needed, and updates too."""
+    """A step of one process: gradients are where they are needed, and updates too.
 
-    def __init__(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> None:
-        self._active, self._groups, self._apply = active, groups, apply
+    Args:
+        active: The parameters that take part, and their groups.
+        groups: All parameter groups.
+        apply: Changes parameters.
+        at_once: Step on a CPU when an update is there, while it is in its cache; False to step when all are.
+    """
+
+    def __init__(
+        self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply, *, at_once: bool
+    ) -> None:
+        self._active, self._groups, self._apply, self._at_once = active, groups, apply, at_once
         self._updates: dict[Tensor, dict[int, Tensor]] = {}
         self._layouts: dict[Tensor, Layout] = {}
 
@@ -117,11 +128,11 @@ class LocalExchange:
         return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
 
     def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
-        """Keep the updates until all are there; on a CPU step at once, while they are in its cache."""
+        """Keep the updates until all are there, or step at once."""
         ready = []
         for member, update in updates:
             param, layout = member.param, member.layout
-            if param.device.type == "cpu" and len(layout.tiles) == 1:
+            if self._at_once and param.device.type == "cpu" and len(layout.tiles) == 1:
                 ready.append((param, param, _assembled(layout, {0: update})))
             else:
                 self._updates.setdefault(param, {})[member.tile_index] = update

@@ -137,7 +137,7 @@ class Shampoo(KroneckerOptimizer):
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = Shampoo(model.parameters(), lr=1e-2)
+    >>> optimizer = Shampoo(model, lr=1e-2)
     >>> model(torch.ones(1, 3)).sum().backward()
     >>> optimizer.step()
     >>> optimizer.operator(model.weight).shape
