@@ -29,6 +29,7 @@ from kronscope.optim import (
     Warmup,
     param_groups,
 )
+from kronscope.watching import Watch, watch
 
 __all__ = [
     "SOAP",
@@ -47,6 +48,7 @@ __all__ = [
     "Shampoo",
     "Trace",
     "Warmup",
+    "Watch",
     "approx",
     "cosine",
     "errors",
@@ -56,6 +58,7 @@ __all__ = [
     "measure_history",
     "param_groups",
     "second_moment",
+    "watch",
 ]
 
 __version__ = "0.1.0"

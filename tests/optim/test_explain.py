@@ -100,6 +100,17 @@ def test_the_condition_is_the_factors_own_whatever_the_damping(kind):
         assert row.condition == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
+def test_quick_diagnostics_bound_the_condition_and_leave_out_the_step(kind):
+    params = parameters((5, 3))
+    optimizer = kind(params, 0.01)
+    train(optimizer, params, [gradients((5, 3), 12)])
+    (slow,), (quick,) = optimizer.diagnostics().rows, optimizer.diagnostics(quick=True).rows
+    assert 1 < quick.condition <= slow.condition * (1 + 1e-9)
+    assert quick.update_ratio is None
+    assert (quick.residual, quick.effective_rank) == (slow.residual, slow.effective_rank)
+
+
 def test_the_condition_of_a_singular_factor_is_a_number():
     (param,) = parameters((6, 4), dtype=torch.float32)
     optimizer = KLShampoo([param], 0.01)

@@ -58,4 +58,4 @@ def work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(work, SETTINGS)
+    serve(work, lambda: SETTINGS.build_model(SETTINGS.load_data()))

@@ -14,18 +14,16 @@ from pathlib import Path
 
 import torch
 
-from kronscope.paper import Settings
 
-
-def serve(work: Callable[[Path], None], settings: Settings) -> None:
+def serve(work: Callable[[Path], None], prepare: Callable[[], object]) -> None:
     """Read folders from standard input; for each fork a child that works there, print its number, then its exit code.
 
     Args:
         work: Goes on in a folder from wherever it stands.
-        settings: What the work needs, so that it is loaded before the first child is forked.
+        prepare: Loads what the work needs, once, before the first child is forked.
     """
     torch.set_num_threads(1)
-    settings.build_model(settings.load_data())
+    prepare()
     print("ready", flush=True)
     for line in sys.stdin:
         child = os.fork()

@@ -10,24 +10,18 @@ from torch import Tensor, nn
 from kronscope.errors import OptionError
 from kronscope.optim import param_groups
 from kronscope.optim.base import KroneckerOptimizer
+from kronscope.watching.layers import innermost
 
 __all__ = ["PREFIX", "find", "last_metrics", "named_groups", "unwrap"]
 
 # In front of every name that is logged, so that trackers show ours in a section of their own.
 PREFIX = "kronscope/"
 
-# Where wrappers keep what they wrap: Accelerate and Lightning; timm's Lookahead.
-_INNER = ("optimizer", "_optimizer", "_base_optimizer")
-
 
 def find(optimizer: object) -> KroneckerOptimizer | None:
     """Return the optimizer of ours inside a wrapper, or None where there is none."""
-    inner: object = optimizer
-    while not isinstance(inner, KroneckerOptimizer):
-        inner = next((value for name in _INNER if (value := getattr(inner, name, None)) is not None), None)
-        if inner is None:
-            return None
-    return inner
+    inner = innermost(optimizer)
+    return inner if isinstance(inner, KroneckerOptimizer) else None
 
 
 def unwrap(optimizer: object) -> KroneckerOptimizer:

@@ -40,8 +40,8 @@ class DiagnosticsRow:
         update_ratio: Norm of a step, learning rate included, over the norm of the parameter.
 
     What does not exist is None: the first three numbers of a parameter without factors, the residual before the first
-    root, the ratio of a parameter that is zero, whose update needs a gradient that is gone, or of which this process
-    has a part only.
+    root, the ratio where it was not asked for, of a parameter that is zero, whose update needs a gradient that is gone,
+    or of which this process has a part only.
     """
 
     name: str
@@ -103,6 +103,7 @@ def diagnose(
     placement: Placement,
     *,
     gather: bool,
+    quick: bool = False,
 ) -> Diagnostics:
     """Look at every parameter that has had a gradient.
 
@@ -112,12 +113,13 @@ def diagnose(
         skipped_steps: Steps that were skipped.
         placement: The processes that share the work.
         gather: Ask all of them; else this one alone, for the parameters it has a part of.
+        quick: Leave out the update ratio, which takes forming the updates again; conditions may be lower bounds.
     """
     seen = [entry for entry in entries if "step" in state.get(entry[1], {})]
     if not gather:
         seen = [entry for entry in seen if _is_here(entry[1], entry[2], placement)]
     parts = [
-        _part(param, state[param], layout, hyper, group, placement, gather=gather)
+        _part(param, state[param], layout, hyper, group, placement, gather=gather, quick=quick)
         for _, param, layout, hyper, group in seen
     ]
     everyone: list[list[_Part]] = placement.everyone(parts) if gather else [parts]
@@ -153,18 +155,19 @@ def _part(
     placement: Placement,
     *,
     gather: bool,
+    quick: bool,
 ) -> _Part:
     step = int(tensors["step"])
     condition, rank, staleness, residual = math.nan, math.nan, 0, math.nan
     for index, tile in enumerate(layout.tiles):
         one = _tile_tensors(tensors, index)
         for mode in tile.modes if tile.count else ():
-            condition = _worst(condition, _largest(hyper.rule.conditions(one, mode, hyper, step)))
+            condition = _worst(condition, _largest(hyper.rule.conditions(one, mode, hyper, step, quick=quick)))
             rank = -_worst(-rank, -_effective_rank(one[f"factor{mode}"]))
             if step >= hyper.start:
                 residual = _worst(residual, float(hyper.rule.residuals(one, mode, slice(None), hyper, step).amax()))
             staleness = max(staleness, step - int(one["refreshed"][:, mode].min()))
-    squares = _squares(param, tensors, layout, hyper, group, step)
+    squares = _squares(param, tensors, layout, hyper, group, step) if not quick else math.nan
     if layout.is_elementwise and gather and not placement.is_counted(param):
         squares = 0.0
     return _Part(condition, rank, staleness, residual, squares, placement.square_norm(param, alone=not gather))

@@ -98,7 +98,7 @@ class InspectedOptimizer(PlannedOptimizer):
             rows=rows,
         )
 
-    def diagnostics(self, *, gather: bool = False) -> Diagnostics:
+    def diagnostics(self, *, gather: bool = False, quick: bool = False) -> Diagnostics:
         """Return the state of every preconditioner: condition, rank, age and residual of its roots, size of a step.
 
         It waits for other processes only with ``gather``. If processes divide the state (sharded parameters, or
@@ -106,6 +106,7 @@ class InspectedOptimizer(PlannedOptimizer):
 
         Args:
             gather: Have all parameters; all processes must then call it, and all get the same answer.
+            quick: Leave out the step size, which takes as long as a step without roots, and bound SOAP's condition.
 
         Returns:
             One row for each parameter; print it for a table.
@@ -118,7 +119,7 @@ class InspectedOptimizer(PlannedOptimizer):
             for hyper in (self._hyper(group),)
             for param in group["params"]
         ]
-        return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather)
+        return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather, quick=quick)
 
     @property
     def skipped_steps(self) -> int:

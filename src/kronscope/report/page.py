@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
-import html
-import json
 import os
-import re
 from collections.abc import Iterable, Mapping
-from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +15,12 @@ from kronscope.measures import schema
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Row
 from kronscope.measures.table import setting_lines
+from kronscope.report.assemble import assemble, static
 from kronscope.support.files import write_atomically
 
 __all__ = ["render", "write_report"]
 
-_SCRIPTS = ("data.js", "marks.js", "charts.js", "table.js", "views.js", "details.js", "app.js")
+_SCRIPTS = ("nodes.js", "data.js", "marks.js", "charts.js", "table.js", "views.js", "details.js", "app.js")
 _ELSEWHERE = ("cut", "notes", "title")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
@@ -69,28 +64,14 @@ def render(results: Results | Mapping[str, Results], title: str | None = None) -
     heading = title or _title(runs)
     looks = styles(_approximations(runs.values()))
     payload, colors = _payload(runs, heading, looks)
-    style = _static("report.css") + colors
-    script = "(() => {\n'use strict';\n" + "\n".join(_static(name) for name in _SCRIPTS) + "\n})();\n"
-    values = {
-        "policy": "; ".join(
-            [
-                "default-src 'none'",
-                f"script-src '{_digest(script)}'",
-                f"style-src '{_digest(style)}'",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-            ]
-        ),
-        "generator": html.escape(_generator()),
-        "title": html.escape(heading),
-        "style": style,
-        "text": html.escape("\n\n".join(f"{name}\n{part}".lstrip("\n") for name, part in runs.items())),
-        "data": _embed(payload),
-        "script": script,
-    }
-    # One pass, so that text which looks like a placeholder (a layer called "{{script}}") stays text.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _static("template.html"))
+    return assemble(
+        static("template.html"),
+        heading,
+        static("report.css") + colors,
+        [static(name) for name in _SCRIPTS],
+        payload,
+        "\n\n".join(f"{name}\n{part}".lstrip("\n") for name, part in runs.items()),
+    )
 
 
 def _payload(runs: Mapping[str, Results], title: str, looks: Mapping[str, Style]) -> tuple[dict[str, Any], str]:
@@ -158,26 +139,3 @@ def _title(runs: Mapping[str, Results]) -> str:
             if isinstance(value, str) and value:
                 return value if key == "title" else f"Kronecker approximations: {value}"
     return "Kronecker approximations"
-
-
-def _embed(payload: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in, whatever a layer is called."""
-    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _static(name: str) -> str:
-    return resources.files("kronscope.report").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _generator() -> str:
-    try:
-        return f"kronscope {metadata.version('kronscope')}"
-    except metadata.PackageNotFoundError:
-        return "kronscope"

@@ -80,14 +80,20 @@ class Records:
     [{'step': 1, 'loss': 0.5}]
     """
 
+    _file: BinaryIO | None = None
+
     def __init__(self, path: Path, size: int = 0) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
         found = path.stat().st_size if path.exists() else 0
         if found < size:
             raise RunError(f"{path} is shorter than the last checkpoint says ({size} bytes); it was cut from outside.")
         if found > size:
             os.truncate(path, size)
+
+    @classmethod
+    def resume(cls, path: Path) -> Records:
+        """Open a file whose every whole line counts; only a last line cut short by a kill is dropped."""
+        return cls(path, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line; it survives the process from here on."""
@@ -104,6 +110,9 @@ class Records:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def _open(self) -> BinaryIO:
         if self._file is None:

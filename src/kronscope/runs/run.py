@@ -5,6 +5,7 @@
     config.json          what was asked for; written last when a run is made, so a folder that has it is a run
     environment.json     versions and machine, without names or paths
     metrics.jsonl        one line a step
+    watch.jsonl          what watching recorded, one line each
     checkpoints/         the last two: step-<step>-<checksum of the file>.pt
     stored/              results of single measurements
     results.json         the results, when they are there
@@ -33,7 +34,7 @@ from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Run"]
 
-_KEPT = ("checkpoints", "stored", "metrics.jsonl", "results.json", "done.json")
+_KEPT = ("checkpoints", "stored", "metrics.jsonl", "watch.jsonl", "results.json", "done.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -270,6 +271,14 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """All lines logged so far; a last line cut short by a kill is left out."""
         return self.processes.on_rank_0(lambda: read_records(self.folder / "metrics.jsonl"))
+
+    def appending(self, name: str) -> Records:
+        """Open a file of the folder for records that no checkpoint counts: a resumed run keeps every whole line.
+
+        Only for the process with rank 0; the caller closes it.
+        """
+        self._writing()
+        return Records.resume(self.folder / name)
 
     def store(self, name: str, content: Mapping[str, Any]) -> None:
         """Keep a single result under a name, so that a resumed run need not compute it again."""

@@ -193,8 +193,16 @@ class Rule(ABC):
         """Return for some blocks (B,) how far what was last refreshed is from fitting the present factor."""
 
     @abstractmethod
-    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
-        """Return the condition numbers (B,) of the factors of one mode; NaN where unknown."""
+    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int, *, quick: bool = False) -> Tensor:
+        """Return the condition numbers (B,) of the factors of one mode; NaN where unknown.
+
+        Args:
+            state: The blocks' state.
+            mode: The mode.
+            hyper: The options.
+            step: The step.
+            quick: A lower bound will do.
+        """
 
     @abstractmethod
     def operator_tensors(self, modes: Sequence[int]) -> list[str]:

@@ -152,10 +152,17 @@ class EigenbasisRule(Rule):
         residuals: Tensor = rest.norm(dim=(-2, -1)) / factors.norm(dim=(-2, -1)).clamp_min(tiny)
         return residuals
 
-    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
-        """Return largest over smallest eigenvalue that is not zero, of the present factors."""
-        factors = unpack(state[f"factor{mode}"]).double() / hyper.correction2(step)
-        values = torch.linalg.eigvalsh(factors).clamp_min(0)
+    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int, *, quick: bool = False) -> Tensor:
+        r"""Return largest over smallest eigenvalue that is not zero, of the present factors.
+
+        The quick ones are of the diagonal of :math:`Q^\top A Q`, whose entries lie between the eigenvalues.
+        """
+        factors = unpack(state[f"factor{mode}"])
+        if quick:
+            basis = state[f"basis{mode}"]
+            values = (basis * (factors @ basis)).sum(-2).double().clamp_min(0)
+        else:
+            values = torch.linalg.eigvalsh(factors.double() / hyper.correction2(step)).clamp_min(0)
         positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))
         conditions: Tensor = values.amax(-1) / positive.amin(-1)
         return conditions

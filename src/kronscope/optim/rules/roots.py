@@ -226,7 +226,7 @@ class RootRule(Rule):
         largest, roots = state["spectrum"][rows, mode, 1], unpack(state[f"root{mode}"][rows])
         return root_residual(factors, roots, hyper.exponent(mode), hyper.ridge, largest)
 
-    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int) -> Tensor:
+    def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int, *, quick: bool = False) -> Tensor:
         """Return largest over smallest eigenvalue, without the ridge, at the last refresh.
 
         A factor that is singular has the inverse of the rounding error. With the ridge every one that is nearly so

@@ -1,37 +1,4 @@
-// The page: choices, legend, theme, notes and settings.
-const root = document.documentElement;
-
-function systemTheme() {
-  return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-}
-
-function setTheme(theme) {
-  root.dataset.theme = theme;
-  byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-label", `Change to the ${theme === "dark" ? "light" : "dark"} scheme`);
-}
-
-function startTheme() {
-  setTheme(systemTheme());
-  let chosen = false;
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    if (!chosen) setTheme(systemTheme());
-  });
-  byId("theme").addEventListener("click", () => {
-    chosen = true;
-    setTheme(root.dataset.theme === "dark" ? "light" : "dark");
-  });
-  // Paper is white.
-  let before = null;
-  window.addEventListener("beforeprint", () => {
-    before = root.dataset.theme;
-    setTheme("light");
-  });
-  window.addEventListener("afterprint", () => {
-    if (before) setTheme(before);
-  });
-}
-
+// The page: choices, legend, notes and settings.
 function drawTabs() {
   const names = Object.keys(VIEWS).filter((name) => VIEWS[name].exists);
   const open = (name) => {

@@ -1,6 +1,6 @@
 // The two kinds of chart, as SVG: values along an axis, and values of layers below each other.
 
-// options: series [{name, look, points: [{x, y, error, note}], bars, dots}], label, xLabel, xTitle(x), limits, log, small, marks, digits
+// options: series [{name, look, points: [{x, y, error, note}], bars, dots}], label, xLabel, xTitle(x), limits, log, small, marks, valueText(y)
 function lineChart(holder, options) {
   const small = options.small;
   const width = Math.max(holder.clientWidth, 200);
@@ -18,7 +18,7 @@ function lineChart(holder, options) {
   const across = linearScale(ends[0] - pad, ends[1] + pad, area.left, area.right);
   const x = (value) => across(warp(value));
   const y = linearScale(options.limits[0], options.limits[1], area.bottom, area.top);
-  drawValueAxis(area, options.limits, y, small);
+  drawValueAxis(area, options.limits, y, small, options.valueText);
   const ticks = options.ticks || (options.log ? xs : stepTicks(xs, small ? 3 : Math.min(9, width / 80)));
   const skip = Math.ceil(ticks.length / (small ? 4 : Math.max(4, width / 70)));
   ticks.forEach((tick, i) => {
@@ -37,7 +37,7 @@ function lineChart(holder, options) {
   if (!small) {
     area.picture.append(text((area.left + area.right) / 2, height - 6, options.xLabel, { "text-anchor": "middle" }));
     area.picture.append(
-      text(0, 0, options.yLabel || "cosine similarity", {
+      text(0, 0, options.yLabel ?? "cosine similarity", {
         "text-anchor": "middle",
         transform: `translate(12,${(area.top + area.bottom) / 2}) rotate(-90)`,
       }),
@@ -95,7 +95,7 @@ function lineChart(holder, options) {
     const lines = found.map(({ series, point }) => ({
       look: series.look,
       name: series.name,
-      value: withError(point.y, point.error),
+      value: options.valueText ? options.valueText(point.y) : withError(point.y, point.error),
       note: isNumber(point.y) ? "" : point.note,
     }));
     const title = options.xTitle(xs[place]);

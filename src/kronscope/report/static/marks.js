@@ -210,13 +210,13 @@ function text(x, y, content, extra) {
   );
 }
 
-function drawValueAxis(area, limits, scale, small) {
+function drawValueAxis(area, limits, scale, small, say) {
   const { ticks, digits } = niceTicks(limits[0], Math.max(limits[1] - 1e-9, limits[0]), small ? 3 : 6);
   for (const tick of ticks) {
     const y = scale(tick);
     area.picture.append(shape("path", { d: `M${area.left},${y}H${area.right}`, stroke: GRID }));
     area.picture.append(
-      text(area.left - 7, y + 4, tick.toFixed(digits), { "text-anchor": "end", "font-size": small ? 10 : 12 }),
+      text(area.left - 7, y + 4, say ? say(tick) : tick.toFixed(digits), { "text-anchor": "end", "font-size": small ? 10 : 12 }),
     );
   }
 }

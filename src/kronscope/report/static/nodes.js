@@ -1,0 +1,97 @@
+// What every page needs: nodes, numbers as text, and the colour scheme. Text only ever enters a page as text, never as
+// markup.
+const root = document.documentElement;
+
+function systemTheme() {
+  return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+function setTheme(theme) {
+  root.dataset.theme = theme;
+  byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-label", `Change to the ${theme === "dark" ? "light" : "dark"} scheme`);
+}
+
+function startTheme() {
+  setTheme(systemTheme());
+  let chosen = false;
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    if (!chosen) setTheme(systemTheme());
+  });
+  byId("theme").addEventListener("click", () => {
+    chosen = true;
+    setTheme(root.dataset.theme === "dark" ? "light" : "dark");
+  });
+  // Paper is white.
+  let before = null;
+  window.addEventListener("beforeprint", () => {
+    before = root.dataset.theme;
+    setTheme("light");
+  });
+  window.addEventListener("afterprint", () => {
+    if (before) setTheme(before);
+  });
+}
+
+// A long dotted name may break after its dots, rather than anywhere.
+function breakable(name) {
+  return name.split(/(?<=[./_])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+}
+
+function unique(values) {
+  return [...new Set(values)];
+}
+
+function ascending(values) {
+  return unique(values).sort((a, b) => a - b);
+}
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+function fill(node, ...children) {
+  node.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""),
+  );
+  return node;
+}
+
+function build(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  return fill(node, ...children);
+}
+
+function element(tag, attributes, ...children) {
+  return build(document.createElement(tag), attributes, children);
+}
+
+function shape(tag, attributes, ...children) {
+  return build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function isNumber(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}
+
+function whole(value) {
+  return isNumber(value) ? value.toLocaleString("en-US") : "–";
+}
+
+function decimal(value, digits = 4) {
+  return isNumber(value) ? value.toFixed(digits) : "–";
+}
+
+function withError(value, error) {
+  if (!isNumber(value)) return "–";
+  if (!isNumber(error)) return decimal(value);
+  return `${decimal(value)} ± ${error > 0 && error < 5e-5 ? "<0.0001" : decimal(error)}`;
+}
+
+function shortStep(value) {
+  return Math.abs(value) >= 10000 ? `${+(value / 1000).toPrecision(4)}k` : String(+value.toPrecision(6));
+}

@@ -1,0 +1,281 @@
+"""The live page in a real browser, while a run writes; and the server, which gives nothing else away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kronscope as ks
+from kronscope.errors import RunError
+from kronscope.watching.server import LiveServer, lines_from
+from tests.report.chromium import NAMES, Browser, browser, find_browser
+from tests.watching.running import LOSS, OPTIMIZERS, network, points, train
+
+EVIL = "<b>\"x\"&'</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[LiveServer]:
+    with LiveServer(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find_browser()
+    if executable is None:
+        pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")
+    with browser(tmp_path_factory.mktemp("profile"), executable) as found:
+        yield found
+
+
+@pytest.fixture
+def page(opened: Browser) -> Iterator[Browser]:
+    opened.size(1200, 900)
+    opened.scheme("light")
+    yield opened
+    # whatever the page asked for was on this machine
+    assert all(address.startswith(("http://127.0.0.1:", "data:", "about:")) for address in opened.requests)
+    opened.open("about:blank")
+
+
+def wait(page: Browser, expression: str, seconds: float = 20.0) -> None:
+    limit = time.monotonic() + seconds
+    while not page.run(expression):
+        assert time.monotonic() < limit, f"{expression} did not come true; the page says {page.text('body')[:2000]}"
+        time.sleep(0.05)
+
+
+def shows(text: str) -> str:
+    return f"document.body.textContent.includes({json.dumps(text)})"
+
+
+def fabricated(folder: Path, layers: int, records: int, name: Callable[[int], str] = "blocks.{}.weight".format) -> Path:
+    """A run's folder with as many layers and records as a test wants."""
+    names = [name(i) for i in range(layers)]
+    folder.mkdir(parents=True)
+    config = {"command": "watch", "optimizer": "SOAP", "layers": {name: [64, 32] for name in names}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "watch.jsonl").open("w") as file:
+        print(json.dumps({"event": "start", "step": 0, "every": 10}), file=file)
+        for i in range(1, records + 1):
+            print(json.dumps(record(10 * i, names)), file=file)
+    return folder
+
+
+def record(step: int, names: list[str], warnings: tuple[str, ...] = ()) -> dict[str, Any]:
+    numbers = ("gradient_norm", "weight_norm", "update_ratio", "condition", "effective_rank", "staleness", "residual")
+    found = {number: [(1 + place) / (1 + step % 97) for place in range(len(names))] for number in numbers}
+    run = {"skipped_steps": 0.0, "training_seconds": float(step), "watching_seconds": 0.01 * step}
+    cosines = [
+        {"layer": name, "approximation": kind, "cosine": 0.9 / (1 + place)}
+        for place, name in enumerate(names)
+        for kind in ("optimal", "shampoo2", "live")
+    ]
+    line = {"step": step, "time": time.time(), "layers": found, "run": run, "cosines": cosines}
+    return {**line, "warnings": list(warnings)}
+
+
+@pytest.mark.browser
+def test_the_page_grows_while_a_run_goes_on(page: Browser, tmp_path: Path) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["shampoo"](model)
+    folder = tmp_path / "my run"
+    with ks.watch(optimizer, model, 2, LOSS, [points()], path=folder, budget=1e9) as watch, serving(folder) as server:
+        page.open(server.url)
+        wait(page, shows("waiting for the first record"))
+        assert page.text("h1") == "my run"
+        train(model, optimizer, 4)
+        wait(page, shows("step 4 · 2 records"))
+        assert page.text("#status") == "live"
+        assert page.texts("#tabs button")[:2] == ["Cosine, live", "Update / weight"]
+        assert sorted(page.texts(".map .names button")) == ["0.weight", "3.weight"]
+        live = {row.layer: row.cosine for row in watch.results if (row.step, row.approximation) == (4, "live")}
+        # worst first, in the map and in the table
+        assert page.texts(".map .names button") == sorted(live, key=live.__getitem__)
+        assert page.texts("#table tbody td:nth-child(3)") == [f"{value:.3g}" for value in sorted(live.values())]
+        train(model, optimizer, 20, first=5)
+        wait(page, shows("step 24 · 12 records"))
+        assert page.run("document.querySelector('.map canvas').width") == 12
+        assert page.texts("#warnings li") == (watch.warnings or ["Nothing to warn of at step 24."])
+    wait_for = "finished after step 24"
+    with serving(folder) as server:
+        page.open(server.url)
+        wait(page, shows(wait_for))
+    wait(page, shows("the server has ended"))
+    page.console.clear()  # the browser itself says that the server is gone
+
+
+@pytest.mark.browser
+def test_a_copied_folder_is_enough(page: Browser, tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "there", 3, 5)
+    copy = shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
+    shutil.rmtree(folder)
+    with serving(Path(copy)) as server:
+        page.open(server.url)
+        wait(page, shows("step 50 · 5 records"))
+        assert page.console == []
+
+
+@pytest.mark.browser
+def test_names_choose_layers_and_tabs_choose_numbers(page: Browser, tmp_path: Path) -> None:
+    with serving(fabricated(tmp_path / "run", 8, 30)) as server:
+        page.open(server.url)
+        wait(page, shows("30 records"))
+        series = "[...document.querySelectorAll('#view [data-series]')].map(one => one.dataset.series)"
+        assert page.run(series) == [f"blocks.{i}.weight" for i in range(7, 1, -1)]
+        page.click(".map .names button:nth-child(2)")
+        assert page.run(series) == ["Cosine, optimal", "Cosine, Shampoo²", "Cosine, live"]
+        page.click("#tab-update_ratio")
+        assert page.run("document.activeElement.id") == "tab-update_ratio"
+        assert page.run(series) == ["blocks.6.weight"]
+        page.click("#legend button")
+        assert len(page.run(series)) == 6
+        page.hover(".map .cells", (0.99, 0.05))
+        assert page.text(".cells .tip b") == "blocks.7.weight, step 300"
+        page.press("ArrowRight")
+        assert page.text("[aria-selected=true]") == "Update / weight"
+        page.run("document.querySelector('.map .cells').focus()")
+        page.press("ArrowLeft")
+        assert "step" in page.text("#live")
+        assert page.console == []
+
+
+@pytest.mark.browser
+def test_warnings_and_odd_names_stay_text(page: Browser, tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "run", 2, 1, name=lambda i: f"{EVIL}{i}")
+    with serving(folder) as server:
+        page.open(server.url)
+        wait(page, shows("1 record"))
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps(record(20, [f"{EVIL}{i}" for i in range(2)], (f"roots of {EVIL} are old",))), file=file)
+        wait(page, shows("2 records"))
+        assert page.texts("#warnings li") == [f"roots of {EVIL} are old"]
+        assert page.run("window.evil") is None
+        assert page.run("document.querySelectorAll('img').length") == 0
+        assert page.console == []
+
+
+@pytest.mark.browser
+def test_a_run_that_went_back_shows_what_counts(page: Browser, tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "run", 2, 5)
+    with serving(folder) as server:
+        page.open(server.url)
+        wait(page, shows("step 50 · 5 records"))
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps({"event": "start", "step": 20, "every": 10}), file=file)
+            print(json.dumps(record(30, ["blocks.0.weight", "blocks.1.weight"])), file=file)
+        wait(page, shows("step 30 · 3 records"))
+        (folder / "watch.jsonl").write_text(json.dumps({"event": "start", "step": 0, "every": 10}) + "\n")
+        wait(page, shows("waiting for the first record"))
+        assert page.console == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 360])
+def test_it_fits_every_window(page: Browser, tmp_path: Path, width: int) -> None:
+    page.size(width, 740, phone=width < 500)
+    with serving(fabricated(tmp_path / "run", 5, 20)) as server:
+        page.open(server.url)
+        wait(page, shows("20 records"))
+        page.settle()
+        assert page.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.browser
+def test_twelve_layers_and_a_thousand_records_stay_responsive(page: Browser, tmp_path: Path) -> None:
+    names = [f"blocks.{i}.weight" for i in range(12)]
+    folder = fabricated(tmp_path / "run", 12, 1000)
+    with serving(folder) as server:
+        page.open(server.url)
+        wait(page, shows("1,000 records"))
+        # what a press costs, until the page is drawn anew
+        pressing = "(() => { const began = performance.now(); document.getElementById('tab-%s').click(); %s })()"
+        reading = "document.body.offsetHeight; return performance.now() - began;"
+        took = [page.run(pressing % (number, reading)) for number in ("update_ratio", "condition", "cosine_live")]
+        assert max(took) < 500, took
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps(record(10010, names)), file=file)
+        wait(page, shows("1,001 records"), seconds=5)
+        assert page.console == []
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def ask(server: LiveServer, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def test_the_server_gives_the_page_and_the_records_and_nothing_else(tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "run", 2, 3)
+    (tmp_path / "secret.txt").write_text("secret")
+    with serving(folder) as server:
+        assert server.url == f"http://127.0.0.1:{server.server_port}/"
+        assert ask(server, "/")[0] == 200
+        status, content = ask(server, "/records?from=0")
+        assert status == 200
+        assert len(json.loads(content)["lines"]) == 4
+        assert json.loads(ask(server, "/records?from=x")[1])["offset"] > 0
+        for path in ("/config.json", "/../secret.txt", "/records/../../secret.txt", "/watch.jsonl", "//etc/passwd"):
+            assert ask(server, path)[0] == 404
+        assert ask(server, "/", method="POST")[0] == 501
+        # a name that somebody else's server gave to this address
+        assert ask(server, "/records", host="evil.example")[0] == 403
+        assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_lines_come_whole_and_once(tmp_path: Path) -> None:
+    path = tmp_path / "watch.jsonl"
+    assert lines_from(path, 0)["lines"] == []
+    path.write_text('{"step": 1}\n{"st')
+    first = lines_from(path, 0)
+    assert first["lines"] == [{"step": 1}]
+    assert not lines_from(path, first["offset"])["lines"]
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    second = lines_from(path, first["offset"])
+    assert (second["lines"], second["restarted"]) == ([{"step": 2}], False)
+    path.write_text('{"step": 9}\n')
+    again = lines_from(path, second["offset"])
+    assert (again["lines"], again["restarted"]) == ([{"step": 9}], True)
+
+
+def test_long_files_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kronscope.watching.server._PIECE", 64)
+    path = tmp_path / "watch.jsonl"
+    lines = [{"step": i, "text": "x" * (200 if i == 3 else i)} for i in range(20)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found: list[dict[str, Any]] = []
+    offset, more = 0, True
+    while more:
+        piece = lines_from(path, offset)
+        found += piece["lines"]
+        offset, more = piece["offset"], piece["more"]
+    assert found == lines
+
+
+def test_what_is_no_watched_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run"):
+        LiveServer(tmp_path)
+    (tmp_path / "config.json").write_text('{"command": "demo"}')
+    with pytest.raises(RunError, match="was not watched"):
+        LiveServer(tmp_path)
+    folder = fabricated(tmp_path / "run", 1, 1)
+    with serving(folder) as server, pytest.raises(RunError, match="cannot be used"):
+        LiveServer(folder, server.server_port)
