@@ -32,7 +32,7 @@ PACKAGES = (
     "kronscope.testing",
 )
 # Made by class methods, which explain their own arguments, or not made at all: protocols.
-NOT_CONSTRUCTED = {"Approximation", "GradientHistory", "GradientStream", "Operator", "Run"}
+NOT_CONSTRUCTED = {"Approximation", "GradientHistory", "GradientStream", "Operator", "Run", "Watch"}
 # Parts of kronscope.integrations that need a package which `make test` does not install.
 ELSEWHERE = {"lightning", "timm"}
 

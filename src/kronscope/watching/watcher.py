@@ -148,6 +148,16 @@ class Watch:
     Attributes:
         every: Steps from one record to the next.
         step: Steps taken, those before a resumption included.
+
+    >>> import torch
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> watching = watch(optimizer, model, every=1)
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> optimizer.step()
+    >>> watching.detach()
+    >>> watching.to_pandas()["layer"].tolist(), watching.step
+    (['weight'], 1)
     """
 
     def __init__(
