@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import enum
-import importlib.abc
-import importlib.machinery
+import importlib
 import importlib.util
-import sys
 import types
 
 import pytest
 
+from tests.integrations.stand_in import imported_timm
 from tests.integrations.tiny import needed
 
 # They import their packages, and have no doctests.
@@ -48,51 +46,13 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-_InterpolationMode = enum.Enum("_InterpolationMode", "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS")
-
-
-class _StandIn(types.ModuleType):
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _InterpolationMode if name == "InterpolationMode" else type(name, (), {})
-
-
-class _Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An empty torchvision.
-
-    timm imports it for its image loaders, whatever one wants from timm. Beside a CPU build of torch there may be no
-    torchvision that leaves that build alone; models, optimizers and schedulers do without.
-    """
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] == "torchvision":
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
+@pytest.fixture(scope="module")
+def peft_runs() -> types.ModuleType:
+    """Runs with peft's adapters in Transformers' Trainer."""
+    return _module("peft_runs", "peft", "transformers", "accelerate")
 
 
 @pytest.fixture(scope="session")
 def timm() -> types.ModuleType:
     """The package timm, with an empty torchvision where there is no real one."""
-    if importlib.util.find_spec("timm") is None:
-        return needed("timm")
-    stand_in = _Torchvision()
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(stand_in)
-    for part in ("optim", "scheduler", "utils"):
-        importlib.import_module(f"timm.{part}")
-    if stand_in not in sys.meta_path:
-        return needed("timm")
-    # transformers looks whether torchvision can be found, and would believe this one
-    sys.meta_path.remove(stand_in)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
-    return needed("timm")
+    return needed("timm") if importlib.util.find_spec("timm") is None else imported_timm()
