@@ -17,6 +17,14 @@ TESTING    := pytest pytest-timeout pytest-xdist hypothesis
 IVENV      := .venv-integrations
 IPIP       := $(IVENV)/bin/python -m pip install -qq --no-warn-conflicts -c constraints.txt -c constraints-integrations.txt
 
+# The ends of what pyproject.toml allows, each in an environment of its own; say which Python if it is called otherwise.
+# The newest torch comes from the package index, with its CUDA libraries: several gigabytes.
+OLDEST_PYTHON ?= python3.10
+NEWEST_PYTHON ?= python3.13
+OVENV := .venv-oldest
+NVENV := .venv-newest
+DISTVENV := .venv-dist
+
 # Those that need no data and no other arguments.
 BENCHMARKS := $(addprefix benchmarks/,measure_speed.py population_coverage.py optim_speed.py scaling_estimate.py)
 
@@ -24,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format pytest test-integrations crosscheck bench clean
+.PHONY: help install demo test lint format pytest test-integrations test-oldest test-newest crosscheck docs dist bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +91,56 @@ test-integrations: $(IVENV)/.installed  ## our optimizers inside Transformers, L
 	@HF_HUB_OFFLINE=1 KRONSCOPE_INTEGRATIONS=1 $(IVENV)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 		tests/integrations tests/test_examples.py::test_example_trains src/kronscope/integrations $(ARGS)
 
+$(OVENV)/.installed: pyproject.toml constraints-oldest.txt
+	@echo "== creating $(OVENV) and installing the oldest versions into it (the first time takes minutes)"
+	@$(OLDEST_PYTHON) -m venv --clear $(OVENV) || \
+		{ echo "make test-oldest needs Python 3.10; say where it is with: make test-oldest OLDEST_PYTHON=/path/to/python"; exit 1; }
+	@$(OVENV)/bin/python -m pip install -qq -c constraints-oldest.txt $(TESTING) -e '.[all]'
+	@touch $@
+
+test-oldest: $(OVENV)/.installed  ## the tests with the oldest versions pyproject.toml allows
+	@$(OVENV)/bin/python -m pip list | grep -iE '^(matplotlib|numpy|pandas|rich|torch|transformers|typer) '
+	@$(OVENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+$(NVENV)/.installed: pyproject.toml
+	@echo "== creating $(NVENV) and installing the newest versions into it (several gigabytes)"
+	@$(NEWEST_PYTHON) -m venv --clear $(NVENV) || \
+		{ echo "make test-newest needs Python 3.13; say where it is with: make test-newest NEWEST_PYTHON=/path/to/python"; exit 1; }
+	@$(NVENV)/bin/python -m pip install -qq --upgrade $(TESTING) -e '.[all]'
+	@touch $@
+
+test-newest: $(NVENV)/.installed  ## the tests with the newest versions the package index has
+	@$(NVENV)/bin/python -m pip list | grep -iE '^(matplotlib|numpy|pandas|rich|torch|transformers|typer) '
+	@$(NVENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+$(VENV)/.installed-docs: $(VENV)/.installed constraints-docs.txt
+	@echo "== installing what the documentation is built with"
+	@$(PIP) -c constraints-docs.txt -e '.[all,docs]' hypothesis
+	@touch $@
+
+docs: $(VENV)/.installed-docs  ## the documentation as a site, in build/site; warnings are errors
+	@echo "== sphinx"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going -q -d build/doctrees docs build/site
+	@echo "the site is in build/site: open build/site/index.html"
+
+$(VENV)/.installed-dist: $(VENV)/.installed constraints-docs.txt
+	@$(PIP) -c constraints-docs.txt build twine hatchling
+	@touch $@
+
+dist: $(VENV)/.installed-dist  ## wheel and sdist in dist/, checked, installed into an empty environment and tried
+	@rm -rf dist $(DISTVENV)
+	@echo "== building"
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@$(BIN)/python -m twine check --strict dist/*
+	@echo "== installing the wheel into an empty environment"
+	@$(PYTHON) -m venv $(DISTVENV)
+	@$(DISTVENV)/bin/python -m pip install -qq -c constraints.txt "$$(ls $$PWD/dist/*.whl)[all]"
+	@echo "== trying it from another folder"
+	@root=$$PWD; trial=$$(mktemp -d) && cd $$trial && $$root/$(DISTVENV)/bin/python -I $$root/tests/smoke.py && \
+		$$root/$(DISTVENV)/bin/kronscope demo --out demo > demo.txt && tail -n 12 demo.txt && ls demo && rm -r $$trial
+	@rm -rf $(DISTVENV)
+	@ls -l dist
+
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops
 	@$(PIP) --no-deps $(CROSSCHECK)
 	@$(BIN)/python -m pytest -m crosscheck $(ARGS)
@@ -95,7 +153,7 @@ bench: $(VENV)/.installed-dev  ## run the benchmark scripts
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:  ## remove the environments, caches and build products
-	rm -rf $(VENV) $(IVENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(IVENV) $(OVENV) $(NVENV) $(DISTVENV) build dist docs/gallery .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # test runs lint and pytest one after the other even under make -j, so that pytest's summary comes last.

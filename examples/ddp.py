@@ -1,4 +1,10 @@
-"""Train with Shampoo in several processes that all hold the model (DistributedDataParallel).
+"""
+Train in several processes (DDP)
+================================
+
+Shampoo in several processes that all hold the model (DistributedDataParallel).
+
+Run it::
 
     torchrun --nproc-per-node 2 examples/ddp.py
 

@@ -1,4 +1,10 @@
-"""Train with SOAP on a model that no process holds whole (fully_shard), with checkpoints that any other run can load.
+"""
+Train a sharded model (FSDP2)
+=============================
+
+SOAP on a model that no process holds whole (``fully_shard``), with checkpoints that any other run can load.
+
+Run it::
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
     torchrun --nproc-per-node 4 examples/fsdp2.py    # continues, on more processes

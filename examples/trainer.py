@@ -1,4 +1,10 @@
-"""Train a tiny language model with KL-Shampoo in Transformers' Trainer, stop half-way, and go on from the checkpoint.
+"""
+Use it in Transformers' Trainer
+===============================
+
+Train a tiny language model with KL-Shampoo in Transformers' Trainer, stop half-way, and go on from the checkpoint.
+
+Run it::
 
     python examples/trainer.py
 

@@ -291,7 +291,7 @@ def _row(text: str, label: str) -> list[str]:
 )
 def test_the_table_of_trained_losses_is_its_record(label: str, name: str) -> None:
     summary = json.loads((RECORDS / "optim_training" / "summary.json").read_text(encoding="utf-8"))
-    text = (DOCS / "optimizers.md").read_text(encoding="utf-8").partition("### Beside AdamW")[2]
+    text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8").partition("## Beside AdamW")[2]
     cells = _row(text, label)
     for place, workload in enumerate(("cifar", "chars", "mnist")):
         found = summary[workload]["optimizers"][name]
@@ -319,7 +319,7 @@ def test_the_table_of_step_times_is_its_record(label: str, ratio: str) -> None:
         for name in ("optim_speed.json", "optim_speed_again.json")
     ]
     in_view = "SOAP, as published's view / published SOAP"
-    shown = _row((DOCS / "optimizers.md").read_text(encoding="utf-8"), label)
+    shown = _row((DOCS / "optimizer-trials.md").read_text(encoding="utf-8"), label)
     wanted = []
     for name in ("transformer", "resnet18", "squares"):
         key = in_view if name == "resnet18" and ratio.startswith("SOAP") else ratio
@@ -329,7 +329,7 @@ def test_the_table_of_step_times_is_its_record(label: str, ratio: str) -> None:
 
 def test_the_ratios_with_one_thread_are_their_record() -> None:
     sets = json.loads((RECORDS / "optim_speed_one_thread.json").read_text(encoding="utf-8"))["sets"]
-    text = " ".join((DOCS / "optimizers.md").read_text(encoding="utf-8").split())
+    text = " ".join((DOCS / "optimizer-trials.md").read_text(encoding="utf-8").split())
     for name, words in (("transformer", "the transformer"), ("resnet18", "ResNet18"), ("squares", "the squares")):
         wall = sets[name]["ratios"]["wall"]
         ours = "Shampoo / Distributed Shampoo"

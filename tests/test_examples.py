@@ -27,7 +27,10 @@ TOGETHER = {"ddp": "replicated over 2 processes", "fsdp2": "sharded over 2 proce
 
 
 # Those that train on one process, what they need, and what they print besides losses that fall.
-TRAINING = {"trainer": (("transformers", "accelerate"), "the weights are the same to the bit")}
+TRAINING = {
+    "train_digits": (("sklearn", "matplotlib"), "KLShampoo"),
+    "trainer": (("transformers", "accelerate"), "the weights are the same to the bit"),
+}
 
 
 def _python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -100,7 +100,7 @@ class FactoredAtoms:
 
     @property
     def positions(self) -> int:
-        """Positions that share the weight: sequence entries, pixels of a convolution, uses of a tied weight."""
+        """Positions that share the weight, such as tokens, pixels of a convolution, or uses of a tied weight."""
         return self.row_factors.shape[2]
 
     @property

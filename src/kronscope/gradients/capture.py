@@ -51,7 +51,7 @@ class _Request:
 
 
 class Recorder:
-    """Captures the gradient of every sample for chosen layers, as one :class:`GradientStream` per layer.
+    """Captures the gradient of every sample for chosen layers, as one :class:`~kronscope.GradientStream` per layer.
 
     Making a recorder reads the data once, to count and check it, and tries out on a few samples how the gradients of
     each layer can be captured. The model runs in eval mode and is left exactly as it was.

@@ -57,7 +57,7 @@ class Eigh:
 
     @property
     def is_thread_safe(self) -> bool:
-        """True: nothing is kept between calls."""
+        """Always true, since nothing is kept between calls."""
         return True
 
     def check(self, exponent: float, ridge: Ridge) -> None:
@@ -99,7 +99,7 @@ class WarmQR:
 
     @property
     def is_thread_safe(self) -> bool:
-        """True: nothing is kept between calls."""
+        """Always true, since nothing is kept between calls."""
         return True
 
     def check(self, exponent: float, ridge: Ridge) -> None:
@@ -142,7 +142,7 @@ class CoupledNewton:
 
     @property
     def is_thread_safe(self) -> bool:
-        """True: nothing is kept between calls."""
+        """Always true, since nothing is kept between calls."""
         return True
 
     def check(self, exponent: float, ridge: Ridge) -> None:

@@ -102,7 +102,7 @@ class Results:
 
     @property
     def question(self) -> str:
-        """A sentence that says which question the numbers answer: for these samples, or for their population."""
+        """A sentence that says whether the numbers are for these samples, or for the population they came from."""
         return _question(self.rows, self.settings)
 
     def select(

@@ -111,12 +111,12 @@ class Row:
 
     @property
     def condition(self) -> tuple[str, str, int]:
-        """Truth, labels and batch size: rows that differ here answer different questions."""
+        """Truth, labels and batch size; rows that differ here answer different questions."""
         return (self.truth, self.labels, self.batch_size)
 
     @property
     def variant(self) -> str:
-        """The approximation with its options: rows that agree in all else but this are different fits."""
+        """The approximation with its options; rows that differ in this alone are different fits."""
         return variant_name(self.approximation, self.options)
 
     @property

@@ -51,7 +51,7 @@ class CostModel:
 
     @property
     def is_thread_safe(self) -> bool:
-        """True: nothing is kept between calls."""
+        """Always true, since nothing is kept between calls."""
         return True
 
     def check(self, exponent: float, ridge: Ridge) -> None:

@@ -244,7 +244,7 @@ class Run:
 
     @property
     def results_path(self) -> Path:
-        """Where the results belong: ``results.json``."""
+        """The path at which results belong, ``results.json``."""
         return self.folder / "results.json"
 
     @property

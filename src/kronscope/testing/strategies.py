@@ -135,7 +135,7 @@ class StreamRecipe:
 
 
 def chunked(*chunks: Atoms) -> GradientStream:
-    """Serve chunks exactly as they are, where :meth:`GradientStream.of_chunks` would join or cut them."""
+    """Serve chunks exactly as they are, where :meth:`~kronscope.GradientStream.of_chunks` would join or cut them."""
     count = sum(len(chunk.weights) for chunk in chunks)
     columns = max(chunk.columns for chunk in chunks)
     return GradientStream(lambda: chunks, chunks[0].shape, count, columns, in_memory=True)

@@ -1,0 +1,66 @@
+"""The gallery's examples: copied to the build folder, run there, with the pictures they write."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+__all__ = ["example_order", "picture_scraper", "staged_examples"]
+
+_ORDER = (
+    "measure_digits",
+    "history_adagrad",
+    "measure_transformer",
+    "custom_approximation",
+    "train_digits",
+    "trainer",
+    "ddp",
+    "fsdp2",
+)
+_HEAD = """Gallery
+=======
+
+Scripts that run in seconds, on data that comes with the libraries. Each is a file in ``examples/``; what they print and
+draw here was made when these pages were built.
+"""
+
+
+def staged_examples(source: Path, target: Path) -> Path:
+    """Copy the scripts whose text has changed, so that what they write stays out of the sources."""
+    target.mkdir(parents=True, exist_ok=True)
+    # pictures of an earlier build would be shown before the code that draws them
+    shutil.rmtree(target / "runs", ignore_errors=True)
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in source.glob("*.py")}
+    scripts["GALLERY_HEADER.rst"] = _HEAD
+    for old in target.glob("*.py"):
+        if old.name not in scripts:
+            old.unlink()
+    for name, text in scripts.items():
+        path = target / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+    return target
+
+
+def example_order(filename: str) -> int:
+    """From the first thing one does to the last; new ones come at the end."""
+    stem = Path(filename).stem
+    return _ORDER.index(stem) if stem in _ORDER else len(_ORDER)
+
+
+def picture_scraper(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
+    """Show each picture that a block of code has written under ``runs/``, once."""
+    from sphinx_gallery.scrapers import figure_rst
+
+    script = Path(block_vars["src_file"])
+    shown = block_vars["example_globals"].setdefault("_shown_pictures", set())
+    names = iter(block_vars["image_path_iterator"])
+    placed = []
+    for picture in sorted((script.parent / "runs" / script.stem).rglob("*.png")):
+        if picture not in shown:
+            shown.add(picture)
+            target = next(names)
+            shutil.copyfile(picture, target)
+            placed.append(target)
+    return figure_rst(placed, gallery_conf["src_dir"]) if placed else ""

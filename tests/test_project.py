@@ -1,0 +1,70 @@
+"""What the project says about itself in several files is the same in all of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kronscope
+
+ROOT = Path(__file__).parent.parent
+
+
+def pyproject() -> dict[str, Any]:
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib came with Python 3.11")
+    import tomllib
+
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return found
+
+
+def pins(name: str) -> dict[str, str]:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9-]+)==([^;\s]+)", text, re.MULTILINE))
+
+
+def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+    project = pyproject()["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][name] for name in ("figures", "paper"))]
+    bounds = {}
+    for requirement in (item for group in groups for item in group):
+        found = re.match(r"([a-z0-9-]+)>=([\d.]+)", requirement)
+        assert found is not None, f"{requirement} has no lower bound"
+        bounds[found[1]] = found[2]
+    oldest = pins("constraints-oldest.txt")
+    for name, bound in bounds.items():
+        pinned = oldest[name].split(".")
+        wanted = bound.split(".")
+        wanted += ["0"] * (len(pinned) - len(wanted))
+        assert pinned == wanted, f"pyproject.toml allows {name} {bound}, make test-oldest installs {oldest[name]}"
+
+
+def test_every_version_of_python_that_is_claimed_is_run() -> None:
+    project = pyproject()["project"]
+    claimed = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    matrix = re.search(r"python: \[(.*)\]", text)
+    assert matrix is not None
+    assert re.findall(r"[\d.]+", matrix[1]) == claimed
+    assert project["requires-python"] == f">={claimed[0]}"
+
+
+def test_the_version_is_one() -> None:
+    version = pyproject()["project"]["version"]
+    assert kronscope.__version__ == version
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_commands_in_the_workflows_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        used = set(re.findall(r"run: make ([a-z-]+)|target: ([a-z-]+)", path.read_text(encoding="utf-8")))
+        names = {name for pair in used for name in pair if name}
+        assert names, f"{path.name} runs nothing"
+        assert names <= targets
