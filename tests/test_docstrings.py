@@ -9,11 +9,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, NamedTuple
 
 import pytest
 
+DOCS = Path(__file__).parent.parent / "docs"
 PACKAGES = (
     "kronscope",
     "kronscope.approx",
@@ -91,6 +93,14 @@ def test_a_public_name_is_explained(entry: Public) -> None:
     assert not missing, f"these arguments are not explained: {missing}"
     if not is_class and signature.return_annotation not in (None, "None"):
         assert section(doc, "Returns").strip(), "it does not say what it returns"
+
+
+@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: entry.name)
+def test_a_public_name_has_its_place_in_the_reference(entry: Public) -> None:
+    short = entry.name.rpartition(".")[2]
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md")))
+    places = re.findall(rf"^\.\. auto(?:function|class):: {short}$|^ *:members:.*\b{short}\b", pages, re.MULTILINE)
+    assert places or entry.name.startswith("kronscope.errors."), "docs/api does not show it"
 
 
 def test_the_list_covers_the_library() -> None:

@@ -132,8 +132,8 @@ class InspectedOptimizer(PlannedOptimizer):
         ``step``, ``milliseconds`` (on the host, without the closure), ``roots`` (taken by this process),
         ``fallbacks`` (roots that the solver failed to take at the first attempt), ``skipped_steps``. Of preconditioned
         parameters, as far as this process forms their updates, and of the last step that was looked at
-        (:attr:`metrics_every`, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
-        and gradients, ``worst_cosine`` of a layer, whose name is :attr:`worst_layer`.
+        (``metrics_every``, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
+        and gradients, ``worst_cosine`` of a layer, whose name is ``worst_layer``.
 
         The names are always the same. Before this process's first step there are no milliseconds, roots and fallbacks
         (0), and ``step`` is that of the state. Where no update was looked at, ``measured_step`` is 0 and the last four
