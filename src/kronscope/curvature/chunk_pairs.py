@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -85,8 +85,7 @@ def _tensors(atoms: Atoms) -> dict[str, Tensor]:
 
 def _beside(atoms: Atoms, other: Atoms) -> Atoms:
     """The atoms on the device of the others."""
-    device = other.weights.device
-    return replace(atoms, **{name: tensor.to(device) for name, tensor in _tensors(atoms).items()})  # type: ignore[arg-type]
+    return atoms.to(other.weights.device)
 
 
 def _sent(processes: Processes, owner: int, atoms: Atoms | None) -> Atoms | None:

@@ -59,6 +59,10 @@ class DenseAtoms:
         """Return samples ``start`` to ``stop`` of the chunk."""
         return DenseAtoms(self.grads[start:stop], self.weights[start:stop], self.samples[start:stop])
 
+    def to(self, device: torch.device) -> DenseAtoms:
+        """Return the chunk on a device."""
+        return DenseAtoms(self.grads.to(device), self.weights.to(device), self.samples.to(device))
+
     def wide(self) -> DenseAtoms:
         """Return the chunk in float64."""
         return replace(self, grads=self.grads.double())
@@ -127,6 +131,16 @@ class FactoredAtoms:
             col_factors=self.col_factors[cut],
             weights=self.weights[cut],
             samples=self.samples[cut],
+        )
+
+    def to(self, device: torch.device) -> FactoredAtoms:
+        """Return the chunk on a device."""
+        return replace(
+            self,
+            row_factors=self.row_factors.to(device),
+            col_factors=self.col_factors.to(device),
+            weights=self.weights.to(device),
+            samples=self.samples.to(device),
         )
 
     def wide(self) -> FactoredAtoms:

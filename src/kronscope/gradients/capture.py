@@ -21,6 +21,7 @@ from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, read_loss
 from kronscope.gradients.matrices import LayerSpec, check_plain, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import GradientStream
+from kronscope.kron.devices import host_if_narrow
 from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Recorder"]
@@ -179,7 +180,8 @@ class Recorder:
                     with untouched(self._model, self._parameters.values()), torch.no_grad():
                         outputs = self._forward.outputs(chunk)
                         self._check_outputs(outputs, chunk)
-                    sizes = self._loss.column_sizes(outputs, chunk.targets)
+                    place = host_if_narrow(outputs.device)
+                    sizes = self._loss.column_sizes(outputs.to(place), chunk.targets.to(place))
                     taken = sizes.topk(min(most, sizes.shape[1]), dim=1).values.cumsum(1)
                     rest = (sizes.sum(1, keepdim=True) - taken).clamp_min(0.0).square().sum(0).cpu()
                     left[0] += float(sizes.sum(1).square().sum())
@@ -397,7 +399,7 @@ class Recorder:
             fast = [*parts["hooks"], *parts["func"]]
             if fast and chunk.size > 1 and (checked or self._routes.depends_on_data):
                 captured.spot_check(fast, atoms, columns)
-        return atoms
+        return {name: chunk.to(host_if_narrow(captured.outputs.device)) for name, chunk in atoms.items()}
 
     def _check_outputs(self, outputs: Tensor, chunk: Batch) -> None:
         if not bool(torch.isfinite(outputs).all()):
@@ -409,6 +411,9 @@ class Recorder:
 
     def _columns(self, outputs: Tensor, chunk: Batch, request: _Request) -> Columns:
         self._check_outputs(outputs, chunk)
+        # their numbers are float64
+        place = host_if_narrow(outputs.device)
+        outputs, chunk = outputs.to(place), chunk.to(place)
         if request.labels == "exact":
             return self._loss.exact(outputs, chunk.targets)
         if request.labels == "real":

@@ -20,6 +20,7 @@ from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.probe import Routes, UseKey, agree, leading_shape, matches
 from kronscope.gradients.sample_axes import SampleAxis
 from kronscope.gradients.uses import Use
+from kronscope.kron.devices import host_if_narrow
 
 __all__ = ["ChunkCapture", "check_finite"]
 
@@ -58,7 +59,8 @@ class ChunkCapture:
         else:
             # Not under no_grad: a model may take derivatives itself.
             self.outputs = forward.outputs(batch).detach()
-        device = self.outputs.device
+        # weights are float64, which some devices have not; their atoms go to the host in the end
+        device = host_if_narrow(self.outputs.device)
         self._weights = torch.full((batch.size,), weight, dtype=torch.float64, device=device)
         self._numbers = batch.samples.to(device)
         self._axes: dict[UseKey, SampleAxis] = dict(routes.axes)
@@ -181,7 +183,7 @@ class ChunkCapture:
         mix = torch.randn(columns.count, generator=generator, dtype=torch.float64)
         vectors = sum(
             (weight * column[pick : pick + 1] for weight, column in zip(mix.tolist(), columns, strict=True)),
-            torch.zeros(1, dtype=torch.float64, device=self.outputs.device),
+            torch.zeros(1, dtype=torch.float64, device=host_if_narrow(self.outputs.device)),
         )
         largest = float(vectors.abs().max()) or 1.0
         needed = {name: self._parameters[name] for spec in specs for name in spec.parameters}
@@ -205,7 +207,7 @@ class ChunkCapture:
         exponent = torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
         factor = torch.exp2(exponent)
         shaped = factor.reshape(-1, *[1] * (column.dim() - 1))
-        return (column / shaped).to(self.outputs), factor.float()
+        return (column / shaped).to(self.outputs), factor.float().to(self.outputs.device)
 
 
 _CHANGED = (

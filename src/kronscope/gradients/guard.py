@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kronscope.kron.precision import exact_products
+
 __all__ = ["RandomStates", "generators_of", "untouched"]
 
 
@@ -62,7 +64,8 @@ def untouched(model: nn.Module, targets: Collection[nn.Parameter]) -> Iterator[N
 
     Restored are: training flags, attributes, buffers and their values, ``requires_grad``, ``.grad``, tensor hooks of
     parameters (switched off inside: they change gradients, not the loss), random states, grad mode, autocast (off
-    inside), compilation (off inside) and the fast path of attention (off inside: it has no gradients).
+    inside), TF32 products (off inside), compilation (off inside) and the fast path of attention (off inside: it has no
+    gradients).
     """
     undo: list[Callable[[], None]] = [RandomStates().restore]
     with ExitStack() as contexts:
@@ -84,6 +87,7 @@ def untouched(model: nn.Module, targets: Collection[nn.Parameter]) -> Iterator[N
         for kind in {"cpu", *(parameter.device.type for parameter in model.parameters())}:
             if torch.amp.is_autocast_available(kind):
                 contexts.enter_context(torch.autocast(kind, enabled=False))
+        contexts.enter_context(exact_products())
         contexts.enter_context(torch.inference_mode(False))
         contexts.enter_context(torch.enable_grad())
         # Nothing is compiled unless this module, which takes a second to import, is already there.

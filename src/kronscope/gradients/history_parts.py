@@ -12,6 +12,7 @@ from torch import Tensor
 from kronscope.errors import DataError, DistributedError, OptionError
 from kronscope.gradients.disk_store import DiskStore
 from kronscope.gradients.storage import Asked, MemoryStore, Store
+from kronscope.kron.devices import wide
 from kronscope.support.processes import Processes
 
 __all__ = [
@@ -220,7 +221,7 @@ def _total(steps: Sequence[int], every: int, seen: int) -> int:
 
 def check_averaged(processes: Processes, layers: Sequence[str], grads: Sequence[Tensor]) -> None:
     """Raise DistributedError unless the processes have the same gradients."""
-    norms = torch.tensor([float(torch.linalg.vector_norm(grad.double())) for grad in grads])
+    norms = torch.tensor([float(torch.linalg.vector_norm(wide(grad))) for grad in grads])
     every = torch.stack(processes.all_gather_object(norms))
     wrong = ~torch.isclose(every, every[:1], rtol=1e-3, atol=0.0, equal_nan=True).all(0)
     if bool(wrong.any()):

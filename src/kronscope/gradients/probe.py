@@ -23,6 +23,7 @@ from kronscope.gradients.interception import UseRecorder
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.sample_axes import SampleAxis, candidate_axes, fitting_axes
 from kronscope.gradients.uses import ConvUse, Use
+from kronscope.kron.devices import wide
 
 __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape", "matches"]
 
@@ -256,7 +257,7 @@ def _narrow(
             if grad is None or not grad.numel():
                 mass.append(torch.zeros(leading))
             else:
-                mass.append(grad.abs().double().reshape(*leading, -1).sum(-1).cpu())
+                mass.append(wide(grad.abs()).reshape(*leading, -1).sum(-1).cpu())
     for mass, use in zip(masses, uses, strict=True):
         key = (use.place.parameter, use.place.ordinal)
         known = candidates.get(key)

@@ -87,7 +87,9 @@ class MemoryStore:
     def append(self, step: int, grads: Sequence[Tensor]) -> None:
         """Add one record per layer."""
         for records, grad, dtype in zip(self._records, grads, self.dtypes, strict=True):
-            records.append(encode(grad, dtype))
+            scale, values = encode(grad, dtype)
+            # on the host: a run's records would fill a device's memory, and weights and numbers are there too
+            records.append((scale, values.cpu()))
         self.steps.append(step)
 
     def read(self, layer: int, start: int, stop: int) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from kronscope.errors import NonFiniteError
+from kronscope.kron.devices import on_host_if_missing, wide
 from kronscope.kron.powers import Spectrum
 from kronscope.kron.rescues import note_rescues
 from kronscope.kron.triangles import symmetric_outer
@@ -50,13 +52,13 @@ def _orthonormal(columns: Tensor) -> Tensor:
     less than orthonormal, reflections take over.
     """
     info = torch.finfo(columns.dtype)
-    unit = columns / columns.norm(dim=-2, keepdim=True).clamp_min(info.tiny)
-    lower = torch.linalg.cholesky_ex(symmetric_outer(unit.mT, unit.mT)).L
-    basis: Tensor = torch.linalg.solve_triangular(lower.mT, unit, upper=True, left=False)
+    unit = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(info.tiny)
+    lower = on_host_if_missing(torch.linalg.cholesky_ex, symmetric_outer(unit.mT, unit.mT)).L
+    basis: Tensor = on_host_if_missing(torch.linalg.solve_triangular, lower.mT, unit, upper=True, left=False)
     probe = probe_vector(basis)
-    errors = (basis.mT @ (basis @ probe) - probe).norm(dim=(-2, -1))
+    errors = torch.linalg.vector_norm(basis.mT @ (basis @ probe) - probe, dim=(-2, -1))
     for index in (~(errors <= 100 * info.eps)).nonzero().flatten().tolist():
-        basis[index] = torch.linalg.qr(columns[index]).Q
+        basis[index] = on_host_if_missing(torch.linalg.qr, columns[index]).Q
     return basis
 
 
@@ -70,17 +72,17 @@ def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
         previous: Orthonormal bases (B, d, d) to fall back on.
     """
     try:
-        vectors: Tensor = torch.linalg.eigh(factors).eigenvectors.flip(-1)
+        vectors: Tensor = on_host_if_missing(torch.linalg.eigh, factors).eigenvectors.flip(-1)
         good = torch.isfinite(vectors).all(-1).all(-1)
         if bool(good.all()):
             return vectors
     except LinAlgError:
-        vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool)
+        vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool, device=factors.device)
     failed = (~good).nonzero().flatten().tolist()
     note_rescues(len(failed))
     for index in failed:
         try:
-            again = Spectrum.of(factors[index].double()).vectors.flip(-1).to(factors.dtype)
+            again = Spectrum.of(wide(factors[index])).vectors.flip(-1).to(factors)
             vectors[index] = again
         except (LinAlgError, NonFiniteError):
             vectors[index] = previous[index]
@@ -90,6 +92,12 @@ def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
 def probe_vector(factors: Tensor) -> Tensor:
     """One fixed vector of signs per stack: no global random state is touched and reruns agree."""
     size = factors.shape[-1]
+    return _signs(size, factors.dtype, factors.device).expand(factors.shape[0], size, 1)
+
+
+# Kept, because sending it to a device makes the host wait.
+@lru_cache(maxsize=256)
+def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     index = torch.arange(1, size + 1, dtype=torch.float64)
-    signs = torch.sign(torch.sin(index * index * 0.7390851332 + 0.5)).to(factors)
-    return signs.view(1, size, 1).expand(factors.shape[0], size, 1) / math.sqrt(max(size, 1))
+    signs = torch.sign(torch.sin(index * index * 0.7390851332 + 0.5)).to(dtype) / math.sqrt(max(size, 1))
+    return signs.view(1, size, 1).to(device)

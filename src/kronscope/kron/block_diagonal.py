@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import ShapeError
+from kronscope.kron.devices import wide
 from kronscope.kron.operators import Operator
 
 __all__ = ["BlockDiagonal"]
@@ -77,18 +78,23 @@ class BlockDiagonal:
         total = 0.0
         for indices, operator in self.blocks:
             index = indices.flatten().to(dense.device)
-            total += float((dense[index[:, None], index] * operator.to_dense().to(dense)).sum())
+            part = dense[index[:, None], index]
+            total += float((part * operator.to_dense().to(part)).sum())
         return total
 
     def to_dense(self) -> Tensor:
-        """Return the mn x mn matrix."""
-        dense = torch.zeros(self.shape[0] * self.shape[1], self.shape[0] * self.shape[1], dtype=torch.float64)
-        for indices, operator in self.blocks:
-            index = indices.flatten()
-            dense[index[:, None], index] = operator.to_dense().to(dense)
+        """Return the mn x mn matrix in float64, where its blocks are; on the CPU, if these have no float64 there."""
+        size = self.shape[0] * self.shape[1]
+        parts = [(indices.flatten(), wide(operator.to_dense())) for indices, operator in self.blocks]
+        # a block without data, as the identity, makes a dense matrix of the CPU
+        place = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        dense = torch.zeros(size, size, dtype=torch.float64, device=place)
+        for indices, part in parts:
+            index = indices.to(place)
+            dense[index[:, None], index] = part.to(place)
         return dense
 
     def _cut_like(self, other: BlockDiagonal) -> bool:
         return len(self.blocks) == len(other.blocks) and all(
-            torch.equal(a, b) for (a, _), (b, _) in zip(self.blocks, other.blocks, strict=True)
+            torch.equal(a, b.to(a.device)) for (a, _), (b, _) in zip(self.blocks, other.blocks, strict=True)
         )

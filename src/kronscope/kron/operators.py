@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError, ShapeError
+from kronscope.kron.devices import has_float64, wide
 from kronscope.kron.powers import PsdFactor, Spectrum, default_cutoff
 
 __all__ = ["Diagonal", "EigenbasisDiagonal", "Identity", "KroneckerProduct", "KroneckerSum", "Operator"]
@@ -362,7 +363,7 @@ class _DenseSpectral(EigenbasisDiagonal):
 
     def inner(self, other: Operator) -> float:
         _check_same_shape(self, other)
-        return float((self.to_dense() * other.to_dense()).sum())
+        return _dense_inner(self.to_dense(), other)
 
     def to_dense(self) -> Tensor:
         assert self.right is not None
@@ -395,39 +396,51 @@ def _inner(first: Operator, second: Operator) -> float:
         assert isinstance(second, EigenbasisDiagonal)
         left = _overlap(first.left, second.left, first.shape[0], first.values)
         right = _overlap(first.right, second.right, first.shape[1], first.values)
-        return float((first.values * (left @ second.values.double() @ right.T)).sum())
-    return float((first.to_dense() * second.to_dense()).sum())
+        values, others = wide(first.values), wide(second.values).to(left.device)
+        return float((values * (left @ others @ right.T)).sum())
+    return _dense_inner(first.to_dense(), second)
+
+
+def _dense_inner(dense: Tensor, other: Operator) -> float:
+    """Inner product of a dense matrix with an operator, which may be elsewhere."""
+    found = other.to_dense()
+    if found.device != dense.device:
+        dense = wide(dense)
+        found = wide(found).to(dense.device)
+    return float((dense * found).sum())
 
 
 def _inner_product(left: Tensor, right: Tensor, other: Operator) -> float:
     """Inner product of ``left`` ⊗ ``right`` with an operator."""
     if isinstance(other, KroneckerSum):
         return sum(
-            s * float((left * other_left).sum() * (right * other_right).sum())
+            s * float((left * other_left.to(left.device)).sum() * (right * other_right.to(right.device)).sum())
             for s, other_left, other_right in other.terms
         )
     if isinstance(other, KroneckerProduct):
-        return other.scale * float((left * other.left.matrix).sum() * (right * other.right.matrix).sum())
+        other_left, other_right = other.left.matrix.to(left.device), other.right.matrix.to(right.device)
+        return other.scale * float((left * other_left).sum() * (right * other_right).sum())
     if type(other) in (EigenbasisDiagonal, Diagonal):
         assert isinstance(other, EigenbasisDiagonal)
         rows, cols = _quadratic(left, other.left), _quadratic(right, other.right)
-        return float(rows @ other.values.double() @ cols)
+        return float(rows @ wide(other.values).to(rows.device) @ cols)
     if isinstance(other, Identity):
         return other.scale * float(left.diagonal().sum() * right.diagonal().sum())
     # a foreign operator: only its dense form is promised
-    return float((torch.kron(left.contiguous(), right.contiguous()) * other.to_dense()).sum())
+    return _dense_inner(torch.kron(left.contiguous(), right.contiguous()), other)
 
 
 def _quadratic(matrix: Tensor, basis: Tensor | None) -> Tensor:
     """Diagonal of a matrix in a basis, in float64."""
     if basis is None:
-        return matrix.diagonal().double()
-    wide = basis.double()
-    return (wide * (matrix.double() @ wide)).sum(0)
+        return wide(matrix.diagonal())
+    matrix = wide(matrix)
+    basis = wide(basis).to(matrix.device)
+    return (basis * (matrix @ basis)).sum(0)
 
 
 def _overlap(first: Tensor | None, second: Tensor | None, size: int, like: Tensor) -> Tensor:
     """Squared entries of Q₁ᵀQ₂, the weights between two eigenbases, in float64."""
-    eye = torch.eye(size, dtype=torch.float64, device=like.device)
-    one, two = (eye if basis is None else basis.double() for basis in (first, second))
+    eye = torch.eye(size, dtype=torch.float64, device=like.device if has_float64(like.device) else "cpu")
+    one, two = (eye if basis is None else wide(basis).to(eye.device) for basis in (first, second))
     return (one.T @ two) ** 2

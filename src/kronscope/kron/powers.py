@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import NonFiniteError, OptionError, ShapeError
+from kronscope.kron.devices import on_host_if_missing
 from kronscope.kron.triangles import symmetric_outer
 
 __all__ = ["PsdFactor", "Spectrum", "default_cutoff", "psd_power"]
@@ -72,7 +73,12 @@ class Spectrum:
             raise NonFiniteError(
                 "cannot take a power of a matrix with NaN or infinity; check the gradients it is from."
             )
-        values, vectors = torch.linalg.eigh(matrix)
+        return cls.decomposed(matrix, cutoff)
+
+    @classmethod
+    def decomposed(cls, matrix: Tensor, cutoff: float | None = None) -> Spectrum:
+        """Do the same for square matrices that are known to be finite."""
+        values, vectors = on_host_if_missing(torch.linalg.eigh, matrix)
         relative = default_cutoff(matrix.shape[-1], matrix.dtype) if cutoff is None else cutoff
         largest = values[..., -1:].clamp_min(0)
         return cls(torch.where(values > relative * largest, values, torch.zeros_like(values)), vectors)

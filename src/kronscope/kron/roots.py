@@ -5,8 +5,9 @@ A new solver is a frozen dataclass with the members of :class:`RootSolver`; ``kr
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from kronscope.errors import NonFiniteError, OptionError
 from kronscope.kron.bases import eigenbases, orthogonal_iteration, probe_vector
+from kronscope.kron.devices import has_float64
 from kronscope.kron.powers import Spectrum, default_cutoff
 from kronscope.kron.rescues import note_rescues
 from kronscope.kron.solver import SOLVER_MEMBERS, Ridge, Roots, RootSolver, root_order
@@ -35,6 +37,9 @@ __all__ = [
 
 # Below this relative damping float32 eigenvectors cost accuracy (4 % at condition 1e6), so float64 decomposes.
 _DAMPING_FOR_FLOAT32 = 1e-5
+# Rounds of the Newton iteration that a distance to one of about a half takes to become rounding, and two to spare.
+_LAST_ROUNDS = 8
+_SQUARINGS = 10
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,20 @@ class Eigh:
         """Return the roots of ``factors`` (B, d, d); each factor is divided by its trace first.
 
         Raises:
-            NonFiniteError: a factor contains NaN or infinity.
+            NonFiniteError: a factor on the CPU contains NaN or infinity. On an accelerator nobody waits for the answer:
+                the residual of such a factor is NaN.
         """
         wide = ridge.damping < _DAMPING_FOR_FLOAT32 if self.float64 is None else self.float64
         work = factors.to(_work_dtype(factors, wide))
         # the rank is decided by the precision the factor was accumulated in, not by that of its decomposition
-        spectrum = Spectrum.of(work, default_cutoff(factors.shape[-1], factors.dtype))
-        return _from_spectrum(factors, work, spectrum, exponent, ridge)
+        cutoff = default_cutoff(factors.shape[-1], factors.dtype)
+        if factors.device.type == "cpu":
+            return _from_spectrum(factors, work, Spectrum.of(work, cutoff), exponent, ridge)
+        finite = torch.isfinite(work.sum((-2, -1)))
+        eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
+        work = torch.where(finite.view(-1, 1, 1), work, eye)
+        roots = _from_spectrum(factors, work, Spectrum.decomposed(work, cutoff), exponent, ridge)
+        return replace(roots, residuals=roots.residuals.masked_fill(~finite, float("nan")))
 
 
 @dataclass(frozen=True)
@@ -180,19 +192,27 @@ class CoupledNewton:
         z = (1 + order) / (2 * torch.linalg.matrix_norm(matrix).clamp_min(torch.finfo(matrix.dtype).tiny))
         coupled = z.view(-1, 1, 1) * matrix
         root = z.pow(1 / order).view(-1, 1, 1) * eye
-        error = previous = torch.full_like(z, float("inf"))
-        target = size * torch.finfo(matrix.dtype).eps
-        for _ in range(self.iterations):
-            step = ((order + 1) * eye - coupled) / order
+        fixed = (order + 1) / order * eye
+        for _ in range(self._rounds(order, z * shift / trace)):
+            step = torch.sub(fixed, coupled, alpha=1 / order)
             root = root @ step
             coupled = torch.linalg.matrix_power(step, order) @ coupled
-            error = (coupled - eye).abs().amax((-2, -1))
-            if bool(((error < target) | ~(error < previous)).all()):
-                break
-            previous = torch.minimum(previous, error)
+        error = (coupled - eye).abs().amax((-2, -1))
         root = (root + root.mT) / 2
         unknown = torch.zeros_like(largest)
         return Roots(root, error, torch.stack([largest + shift, unknown], -1))
+
+    def _rounds(self, order: int, smallest: Tensor) -> int:
+        r"""Return how many rounds bring the eigenvalues of M to one, given bounds from below for the smallest ones.
+
+        One that is small grows by :math:`((p+1)/p)^p` in a round; then the distance to one is squared. Looking at the
+        error in every round instead would make the host wait for the device as often.
+        """
+        least = float(smallest.amin())
+        if not 0 < least < math.inf:
+            return self.iterations
+        growth = order * math.log1p(1 / order)
+        return min(self.iterations, math.ceil(max(0.0, -math.log(least)) / growth) + _LAST_ROUNDS)
 
 
 def solve_roots(
@@ -264,15 +284,16 @@ def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge,
         size = roots @ inside
         difference = size - times(roots @ probe)
     tiny = torch.finfo(factors.dtype).tiny
-    residuals: Tensor = difference.norm(dim=(-2, -1)) / size.norm(dim=(-2, -1)).clamp_min(tiny)
+    lengths = torch.linalg.vector_norm(size, dim=(-2, -1)).clamp_min(tiny)
+    residuals: Tensor = torch.linalg.vector_norm(difference, dim=(-2, -1)) / lengths
     return residuals
 
 
 def _from_spectrum(factors: Tensor, work: Tensor, spectrum: Spectrum, exponent: float, ridge: Ridge) -> Roots:
     probe = probe_vector(work)
     rebuilt = spectrum.vectors @ (spectrum.values.unsqueeze(-1) * (spectrum.vectors.mT @ probe))
-    scale = spectrum.values.norm(dim=-1).clamp_min(torch.finfo(work.dtype).tiny)
-    residuals = (work @ probe - rebuilt).norm(dim=(-2, -1)) / scale
+    scale = torch.linalg.vector_norm(spectrum.values, dim=-1).clamp_min(torch.finfo(work.dtype).tiny)
+    residuals = torch.linalg.vector_norm(work @ probe - rebuilt, dim=(-2, -1)) / scale
     values = ridge.regularised(spectrum.values, default_cutoff(factors.shape[-1], factors.dtype))
     # a factor of zeros is taken for the identity: zero roots would swallow the gradients that come before a refresh
     values = torch.where(values.amax(-1, keepdim=True) > 0, values, torch.ones_like(values))
@@ -345,21 +366,22 @@ def _traces(factors: Tensor, ridge: Ridge) -> Tensor:
 
 
 def _work_dtype(factors: Tensor, wide: bool) -> torch.dtype:
-    return torch.float64 if wide and factors.device.type != "mps" else factors.dtype
+    return torch.float64 if wide and has_float64(factors.device) else factors.dtype
 
 
-def _largest_eigenvalue(factors: Tensor, rounds: int = 24) -> Tensor:
-    """Lanczos with full reorthogonalisation: exact up to size ``rounds``, where plain powers are still 0.1 % off."""
+def _largest_eigenvalue(factors: Tensor) -> Tensor:
+    r"""Return the largest eigenvalues (B,), from below, within 0.2 % at size 1024.
+
+    It is the Rayleigh quotient of a column of :math:`A^{2^k}`, got by squaring: a few products, where a Lanczos
+    iteration of the same quality takes hundreds of small steps.
+    """
     tiny = torch.finfo(factors.dtype).tiny
-    # a direction this small relative to the matrix is rounding: the space is exhausted
-    nothing = default_cutoff(factors.shape[-1], factors.dtype) * factors.norm(dim=(-2, -1), keepdim=True)
-    basis = probe_vector(factors)
-    for _ in range(min(rounds, factors.shape[-1]) - 1):
-        vector = factors @ basis[..., -1:]
-        for _ in range(2):
-            vector = vector - basis @ (basis.mT @ vector)
-        length = vector.norm(dim=(-2, -1), keepdim=True)
-        vector = torch.where(length > nothing, vector / length.clamp_min(tiny), torch.zeros_like(vector))
-        basis = torch.cat([basis, vector], -1)
-    largest: Tensor = torch.linalg.eigvalsh(basis.mT @ factors @ basis)[..., -1]
-    return largest
+    power = factors
+    for _ in range(_SQUARINGS):
+        power = power / torch.linalg.matrix_norm(power, keepdim=True).clamp_min(tiny)
+        power = power @ power
+    best = torch.linalg.vector_norm(power, dim=-2).argmax(-1)
+    vector = power.gather(-1, best.view(-1, 1, 1).expand(-1, factors.shape[-1], 1))
+    vector = vector / torch.linalg.vector_norm(vector, dim=-2, keepdim=True).clamp_min(tiny)
+    quotient: Tensor = (vector * (factors @ vector)).sum((-2, -1))
+    return quotient

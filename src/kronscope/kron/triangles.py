@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Triangle", "is_packed", "pack", "stored_traces", "symmetric_outer", "unpack"]
+__all__ = ["Triangle", "is_packed", "pack", "saves_half", "stored_traces", "symmetric_outer", "unpack"]
 
 _PANEL = 128
 # Smaller products lose by being cut.
@@ -100,6 +100,15 @@ class Triangle:
         return rectangle, packed[:, edge : stop * (stop + 1) // 2]
 
 
+def saves_half(device: torch.device) -> bool:
+    """Whether halves of symmetric matrices are quicker there than wholes.
+
+    An accelerator does a whole product in one launch, and waits for the host where it is cut into panels. Tensors
+    without data count as the CPU's, in whose form states are saved.
+    """
+    return device.type in ("cpu", "meta")
+
+
 def is_packed(size: int) -> bool:
     """Whether matrices of this size are worth being packed."""
     return size >= _LEAST
@@ -138,7 +147,7 @@ def symmetric_outer(left: Tensor, right: Tensor) -> Tensor:
             [0., 2.]])
     """
     size = left.shape[-2]
-    if size < _LEAST:
+    if size < _LEAST or not saves_half(left.device):
         product = left @ right.mT
         return (product + product.mT) / 2
     out = left.new_empty(*left.shape[:-1], size)

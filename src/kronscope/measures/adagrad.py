@@ -16,6 +16,7 @@ from kronscope.gradients.atoms import Atoms
 from kronscope.gradients.history import GradientHistory
 from kronscope.gradients.history_weights import history_weights
 from kronscope.gradients.stream import GradientStream, Known
+from kronscope.kron.precision import exact_products
 from kronscope.measures.curves import exponent_curve, kronecker_spectrum
 from kronscope.measures.layer import Condition, LayerStreams, layer_rows
 from kronscope.measures.progress import Bar
@@ -94,7 +95,7 @@ def measure_history(
     rows: list[Row] = []
     curves: list[Detail] = []
     partial = False
-    with Bar(progress and processes.rank == 0) as bar:
+    with Bar(progress and processes.rank == 0) as bar, exact_products():
         bar.begin("Adagrad's matrix", len(names) * len(steps))
         try:
             for name in names:

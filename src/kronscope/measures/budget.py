@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from kronscope.errors import MemoryBudgetError, OptionError
 from kronscope.gradients import LayerSpec
 
@@ -15,8 +17,12 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_BY_DEFAULT = 8 << 30
 
 
-def parse_budget(budget: int | float | str | None) -> int:
-    """Return a number of bytes; None takes a third of the machine's memory, at most 8 GiB.
+def parse_budget(budget: int | float | str | None, device: torch.device | None = None) -> int:
+    """Return a number of bytes; None takes a third of the memory of a device, at most 8 GiB.
+
+    Args:
+        budget: Bytes, a text, or None.
+        device: Where the work is done; a GPU with memory of its own counts that, and only half of what is free there.
 
     Raises:
         OptionError: not a positive number of bytes.
@@ -25,6 +31,9 @@ def parse_budget(budget: int | float | str | None) -> int:
     True
     """
     if budget is None:
+        if device is not None and device.type == "cuda" and torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info(device)
+            return min(total // 3, free // 2, _MOST_BY_DEFAULT)
         try:
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):

@@ -84,7 +84,8 @@ def measure(
         population: Answer for the population that the samples came from, with standard errors, instead of for the
             samples.
         estimator: ``"exact"``, or ``"probes"`` (or a :class:`~kronscope.Probes`) for the paper's estimator.
-        memory_budget: Bytes, or a text such as ``"2GiB"``; None allows a third of the machine's memory, at most 8 GiB.
+        memory_budget: Bytes, or a text such as ``"2GiB"``; None allows a third of the memory of the model's
+            device (of a GPU at most half of what is free), at most 8 GiB.
         details: Curves to compute as well: ``"spectrum"`` (Figure 2), ``"exponents"`` and ``"batch_sizes"``.
         spectrum_rank: Number of leading singular values in the ``"spectrum"`` detail.
         accuracy: With very many classes the truth itself is estimated; this is the standard error to reach.

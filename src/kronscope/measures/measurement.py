@@ -20,6 +20,7 @@ from kronscope.errors import LayerError, MemoryBudgetError, ModelError, OptionEr
 from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.losses import read_loss
+from kronscope.kron.precision import exact_products
 from kronscope.measures.budget import affordable, size_text, sweeps
 from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, TruthColumns
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
@@ -55,7 +56,7 @@ def run(
         One result for each fit.
     """
     first = processes.rank == 0
-    measurement = Measurement(options, common_budget(options.memory_budget, processes), warns=first)
+    measurement = Measurement(options, common_budget(options.memory_budget, processes, model), warns=first)
     try:
         with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
             if verbose and first:
@@ -79,7 +80,9 @@ def captured_layer(
     progress: bool = True,
 ) -> GradientStream:
     """Capture the truth's atoms of the only layer the options ask for."""
-    measurement = Measurement(options, common_budget(options.memory_budget, processes), warns=processes.rank == 0)
+    measurement = Measurement(
+        options, common_budget(options.memory_budget, processes, model), warns=processes.rank == 0
+    )
     with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
         return measurement.capture_one(recorder, bar)
 
@@ -106,7 +109,8 @@ def _recording(
         }
     states = RandomStates(generators_of(data))
     try:
-        with Bar(progress and processes.rank == 0) as bar, same_model(processes, model, asked):
+        shown = progress and processes.rank == 0
+        with Bar(shown) as bar, exact_products(), same_model(processes, model, asked):
             was_training = any(module.training for module in model.modules())
             with processes.failing_together():
                 specs = measurement.leave_out(specs)

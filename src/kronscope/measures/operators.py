@@ -12,6 +12,7 @@ from kronscope.errors import DataError, KronscopeError, OptionError
 from kronscope.gradients.matrices import LayerSpec, unwrap
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Diagonal, Operator
+from kronscope.kron.devices import wide
 
 __all__ = ["Given", "OperatorSource", "check_operators", "given_operators"]
 
@@ -117,7 +118,7 @@ def _live(name: str, optimizer: Optimizer, spec: LayerSpec, parameters: Mapping[
     state = optimizer.state.get(weight, {})
     for key in _SECOND_MOMENTS:
         if key in state:
-            return Given(name, Diagonal(state[key].detach().reshape(spec.shape).double()))
+            return Given(name, Diagonal(wide(state[key].detach()).reshape(spec.shape)))
     if not state:
         return Given(name, None, f"{name} has no state of {parameter} yet; it needs a step first")
     return Given(name, None, f"{type(optimizer).__name__} keeps no second moment of {parameter}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kronscope.gradients.data import checksum
+from kronscope.gradients.forward import common_device
 from kronscope.gradients.matrices import check_plain, unwrap
 from kronscope.measures.budget import parse_budget
 from kronscope.support.processes import Processes
@@ -17,11 +18,14 @@ from kronscope.support.processes import Processes
 __all__ = ["common_budget", "same_model"]
 
 
-def common_budget(budget: int | str | None, processes: Processes) -> int:
-    """Bytes each process may take: as given, or the default divided over the processes of a machine."""
+def common_budget(budget: int | str | None, processes: Processes, model: nn.Module) -> int:
+    """Bytes each process may take: as given, or the default of the model's device, divided over those who share it."""
     if budget is not None:
         return parse_budget(budget)
-    return min(processes.all_gather_object(parse_budget(None) // processes.local_world_size()))
+    device = common_device(unwrap(model))
+    # each process of a machine has a GPU of its own, as launchers place them
+    shared = 1 if device is not None and device.type == "cuda" else processes.local_world_size()
+    return min(processes.all_gather_object(parse_budget(None, device) // shared))
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ __all__ = [
     "apply_updates",
     "check_supported",
     "finite_gradients",
-    "full_precision",
     "prepared_gradient",
 ]
 
@@ -82,62 +80,27 @@ def apply_updates(params: list[Tensor], updates: list[Tensor], group: dict[str, 
         group: Gives the learning rate :math:`\eta` (a number or a 0-D tensor), the decay :math:`\lambda` and its kind:
             decoupled (:math:`m = 1`), cautious (:math:`m = 1` where :math:`U W > 0`), or coupled (done before).
     """
-    lr, weight_decay = group["lr"], group["weight_decay"]
+    places: dict[torch.device, list[int]] = {}
+    for index, param in enumerate(params):
+        places.setdefault(param.device, []).append(index)
+    for device, indices in places.items():
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device != device:
+            # a tensor learning rate must not be read on the host
+            lr = lr.to(device, non_blocking=True)
+        _apply_with([params[i] for i in indices], [updates[i] for i in indices], lr, group)
+
+
+def _apply_with(params: list[Tensor], updates: list[Tensor], lr: float | Tensor, group: dict[str, Any]) -> None:
+    """Step on one device."""
+    weight_decay = group["weight_decay"]
     if weight_decay != 0 and group["decay"] == "decoupled":
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     elif weight_decay != 0 and group["decay"] == "cautious":
         for param, update in zip(params, updates, strict=True):
             param.sub_(param * (update * param > 0) * (lr * weight_decay))
     if isinstance(lr, Tensor):
-        # a tensor learning rate may live on another device and must not be read on the host
         torch._foreach_mul_(updates, -lr)
         torch._foreach_add_(params, updates)
     else:
         torch._foreach_add_(params, updates, alpha=-float(lr))
-
-
-@contextmanager
-def full_precision(device_types: set[str]) -> Iterator[None]:
-    """Run without autocast and without TF32 or bf16 products, whatever the surroundings; restores them."""
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        # set through torch.backends.*.fp32_precision, which the older interface refuses to mix with
-        precision = ""
-    outer = torch.autocast
-    contexts = [
-        outer(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext() for kind in device_types
-    ]
-    with _all(contexts), _products(precision):
-        yield
-
-
-@contextmanager
-def _products(precision: str) -> Iterator[None]:
-    if precision == "highest":
-        yield
-    elif precision:
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-    else:
-        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-        before = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            for backend, value in zip(backends, before, strict=True):
-                backend.fp32_precision = value
-
-
-@contextmanager
-def _all(contexts: Sequence[Any]) -> Iterator[None]:
-    if not contexts:
-        yield
-        return
-    with contexts[0], _all(contexts[1:]):
-        yield

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from kronscope.errors import DistributedError, NonFiniteError, StateError
+from kronscope.kron.precision import full_precision
 from kronscope.kron.rescues import rescues
 from kronscope.optim.advice import default_arguments
-from kronscope.optim.apply import check_supported, finite_gradients, full_precision
+from kronscope.optim.apply import check_supported, finite_gradients
 from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.inspected import InspectedOptimizer
@@ -249,10 +250,11 @@ class KroneckerOptimizer(InspectedOptimizer):
                 stacklevel=callers_level(),
             )
         packed = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [(param, self._hyper(group)) for group in self.param_groups for param in group["params"]]
         packed["state"] = {
-            key: self._placement.packed(params[key], on_device(tensors, params[key]))
+            key: self._placement.packed(param, on_device(tensors, param, self._share(param), hyper))
             for key, tensors in packed["state"].items()
+            for param, hyper in (params[key],)
         }
         packed["param_groups"] = [encoded_group(group) for group in packed["param_groups"]]
         return packed

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kronscope.kron.devices import wide
 from kronscope.kron.triangles import stored_traces, unpack
 from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.block_state import Tensors
@@ -198,10 +199,10 @@ def _largest(values: Tensor) -> float:
 
 
 def _effective_rank(factors: Tensor) -> float:
-    wide = factors.double()
-    norms = wide.square().sum((-2, -1))
+    factors = wide(factors)
+    norms = factors.square().sum((-2, -1))
     ranks = torch.where(
-        norms > 0, stored_traces(wide).square() / norms.clamp_min(torch.finfo(torch.float64).tiny), norms
+        norms > 0, stored_traces(factors).square() / norms.clamp_min(torch.finfo(torch.float64).tiny), norms
     )
     return float(ranks.amin())
 
@@ -210,12 +211,12 @@ def _squares(param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, grou
     """Squares of the update the present state would make; NaN where it needs a gradient that is not here."""
     if layout.is_elementwise:
         (update,) = elementwise_directions([tensors["exp_avg"]], [tensors["exp_avg_sq"]], hyper, step)
-        return float(update.nan_to_num(nan=0.0).double().square().sum())
+        return float(wide(update.nan_to_num(nan=0.0)).square().sum())
     squares = 0.0
     for index, tile in enumerate(layout.tiles):
         if tile.count:
             found = _peek(param, _tile_tensors(tensors, index), tile, layout, hyper, group, step)
-            squares += math.nan if found is None else float(found.double().square().sum())
+            squares += math.nan if found is None else float(wide(found).square().sum())
     return squares
 
 

@@ -16,7 +16,7 @@ from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper
 from kronscope.optim.costs import ELEMENT_COST, STEP_CALLS, Calls, adamw_calls, call_counts, first_work, layout_work
 from kronscope.optim.elementwise import elementwise_state
-from kronscope.optim.stacks import factor_dtype, initial_state
+from kronscope.optim.stacks import factor_dtype, in_form_for, initial_state
 
 __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
 
@@ -225,7 +225,7 @@ def explain_plan(
     counts = []
     for _, param, layout, hyper in entries:
         # equal parameters need the same; a group's options are one object
-        key = (layout, param.dtype, id(hyper))
+        key = (layout, param.dtype, param.device.type, id(hyper))
         if key not in known:
             known[key] = _counted(param, layout, hyper)
         counts.append(known[key])
@@ -259,7 +259,7 @@ def _counted(param: Tensor, layout: Layout, hyper: Hyper) -> _Counts:
     if layout.is_elementwise:
         state = elementwise_state(ghost, factor_dtype(param))
     else:
-        state = initial_state(ghost, layout, hyper)
+        state = in_form_for(param.device, initial_state(ghost, layout, hyper), layout, hyper)
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
     flops, cost = layout_work(layout, hyper, param.numel())
     return _Counts(sizes, flops, cost, first_work(layout, hyper, param.numel()))

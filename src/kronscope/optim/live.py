@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.block_diagonal import BlockDiagonal
+from kronscope.kron.devices import wide
 from kronscope.kron.operators import Diagonal, Operator
 from kronscope.kron.triangles import unpack
 from kronscope.optim.block_state import Tensors
@@ -49,4 +50,4 @@ def _indices(tile: Tile, place: int, view: Sequence[int], shape: tuple[int, int]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64).clone()
+    return wide(tensor.detach()).clone()

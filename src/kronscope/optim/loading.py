@@ -19,7 +19,7 @@ from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
 from kronscope.optim.rules import Rule
-from kronscope.optim.stacks import factor_dtype, initial_state
+from kronscope.optim.stacks import factor_dtype, in_form_for, initial_state
 from kronscope.support.callers import callers_level
 
 __all__ = [
@@ -209,6 +209,10 @@ def placed(tensors: Mapping[str, Tensor], param: Tensor, *, copy: bool = False) 
     return found
 
 
-def on_device(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """Return a state on its parameter's device: DCP wants one device for all tensors but scalars."""
+def on_device(tensors: dict[str, Tensor], param: Tensor, layout: Layout, hyper: Hyper) -> dict[str, Tensor]:
+    """Return a state on its parameter's device, in the one form that all devices save.
+
+    DCP wants one device for all tensors but scalars.
+    """
+    tensors = in_form_for(torch.device("meta"), tensors, layout, hyper)
     return {name: tensor.to(param.device) if tensor.ndim else tensor for name, tensor in tensors.items()}

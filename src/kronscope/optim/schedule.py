@@ -17,7 +17,7 @@ from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost
 from kronscope.optim.stacks import Stack, block_key
 
-__all__ = ["assign_phases", "due_blocks", "stale_blocks"]
+__all__ = ["assign_phases", "due_blocks", "residuals_to_check", "stale_blocks"]
 
 # The blocks of a tile with more of them than this get the steps in turn: searching for the best one would take long.
 _GREEDY = 256
@@ -131,8 +131,16 @@ def due_blocks(
 
 def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor:
     """Return those of some blocks whose root no longer fits their factor; all, unless the schedule is adaptive."""
+    residuals = residuals_to_check(state, mode, index, hyper, step)
+    if residuals is None:
+        return index
+    assert isinstance(hyper.refresh, Adaptive)
+    return index[(residuals > hyper.refresh.tolerance).cpu()]
+
+
+def residuals_to_check(state: Tensors, mode: int, rows: Tensor | slice, hyper: Hyper, step: int) -> Tensor | None:
+    """Return how badly some blocks' roots fit their factors, where that decides; None where all of them are due."""
     schedule = hyper.refresh
     if not isinstance(schedule, Adaptive) or schedule.takes_all(hyper.schedule_step(step)):
-        return index
-    residuals = hyper.rule.residuals(state, mode, index, hyper, step)
-    return index[(residuals > schedule.tolerance).cpu()]
+        return None
+    return hyper.rule.residuals(state, mode, rows, hyper, step)

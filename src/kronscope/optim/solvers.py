@@ -22,11 +22,13 @@ __all__ = ["CostModel", "measure_solvers"]
 class CostModel:
     """A root solver that takes, for each size of a factor, the solver that is fastest on the device.
 
-    What is fastest stands in a table, so that a run and its continuation choose alike. The default table follows from
-    these facts. On CPUs an eigendecomposition is faster at every size; a Newton root takes about ten times as long. On
-    CUDA the Newton iteration is chosen from size 128 on: it consists of matrix products, which a GPU computes for a
-    whole stack at once, while it decomposes matrices of this size one by one. This was counted, not measured;
-    :func:`measure_solvers` measures the table of your device.
+    What is fastest stands in a table, so that a run and its continuation choose alike. The default table is empty: an
+    eigendecomposition is taken on every device. On CPUs it is faster at every size; a Newton root takes about ten times
+    as long. On CUDA nothing was measured. For decompositions speaks that newer versions of torch decompose the matrices
+    of a stack in one call, where they did it one by one, and that roots are then the same as on a CPU. Near the
+    rounding of float32 the two solvers differ, because a decomposition takes eigenvalues below it for zero: by 9 % of
+    the root at size 768. :func:`measure_solvers` measures the table of your device. With an older torch,
+    ``CostModel((("cuda", 128),))`` is the default of before.
 
     The Newton iteration is chosen only where both solvers give the same root: for exponents -1/p, and for a damping
     above the rounding error of the factor (below it, a decomposition knows which directions are empty and leaves them
@@ -41,7 +43,7 @@ class CostModel:
     CoupledNewton(iterations=60, tolerance=0.001, is_warm=False)
     """
 
-    newton: tuple[tuple[str, int], ...] = (("cuda", 128),)
+    newton: tuple[tuple[str, int], ...] = ()
     tolerance: float = 1e-3
     is_warm: bool = False
 

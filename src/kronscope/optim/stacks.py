@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronscope.kron.triangles import Triangle, saves_half, unpack
 from kronscope.optim.block_math import short_first
 from kronscope.optim.block_state import MOMENTS, Blocks, Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
 
-__all__ = ["Member", "Stack", "add_missing", "block_key", "build_stacks", "factor_dtype", "initial_state"]
+__all__ = [
+    "Member",
+    "Stack",
+    "add_missing",
+    "block_key",
+    "build_stacks",
+    "factor_dtype",
+    "in_form_for",
+    "initial_state",
+]
 
 
 def factor_dtype(param: Tensor) -> torch.dtype:
@@ -78,6 +88,7 @@ class Stack:
     phase: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     refreshed: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     _due: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+    _rows: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -105,13 +116,25 @@ class Stack:
             self._due[key] = index if index.numel() else None
         return self._due[key]
 
+    def rows_of(self, index: Tensor) -> Tensor | slice:
+        """Return indices of the CPU as they are best used on the blocks' device: a slice is no copy, and no waiting."""
+        if self.device.type == "cpu":
+            return index
+        numbers = tuple(index.tolist())
+        if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
+            return slice(numbers[0], numbers[0] + len(numbers))
+        if numbers not in self._rows:
+            self._rows[numbers] = index.to(self.device)
+        return self._rows[numbers]
+
 
 def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
     """Make the state of one preconditioned parameter."""
     state: Tensors = {"step": torch.zeros((), dtype=torch.float32)}
     dtype = factor_dtype(param)
     for index, tile in enumerate(layout.tiles):
-        blocks = Blocks(tile.block, tile.modes, tile.count, dtype, param.device, hyper.rule.packs)
+        packs = hyper.rule.packs and saves_half(param.device)
+        blocks = Blocks(tile.block, tile.modes, tile.count, dtype, param.device, packs)
         for name, tensor in hyper.rule.new_state(blocks, hyper).items():
             state[block_key(index, name)] = tensor
         # every process knows all phases, to find the emptiest step for parameters added later
@@ -121,11 +144,27 @@ def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
 
 
 def add_missing(state: Tensors, param: Tensor, layout: Layout, hyper: Hyper) -> None:
-    """Make what an option changed during the run needs, for example a momentum buffer."""
+    """Make what an option changed during the run needs, for example a momentum buffer, in the form of the device."""
+    state.update(in_form_for(param.device, state, layout, hyper))
     names = [block_key(index, name) for index, tile in enumerate(layout.tiles) for name in new_state_names(tile, hyper)]
     if any(name not in state for name in names):
         for name, tensor in initial_state(param, layout, hyper).items():
             state.setdefault(name, tensor)
+
+
+def in_form_for(device: torch.device, state: Tensors, layout: Layout, hyper: Hyper) -> Tensors:
+    """Return a parameter's state with symmetric matrices in the form they are kept in on a device.
+
+    That is whole ones on accelerators, and triangles where these are quicker: on CPUs, and in what is saved.
+    """
+    found = dict(state)
+    for index, tile in enumerate(layout.tiles):
+        for name, like in _new_state(tile, hyper, packs=saves_half(device)).items():
+            key = block_key(index, name)
+            if name.startswith(("factor", "root")) and key in state and state[key].ndim != like.ndim:
+                stored = state[key]
+                found[key] = unpack(stored) if stored.ndim == 2 else Triangle(stored.shape[-1]).pack(stored)
+    return found
 
 
 def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]) -> list[Stack]:
@@ -156,8 +195,14 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
 
 def new_state_names(tile: Tile, hyper: Hyper) -> list[str]:
     """Return the names of the tensors a tile has."""
-    blocks = Blocks(tile.block, tile.modes, 0, torch.float32, torch.device("meta"), hyper.rule.packs)
-    return list(hyper.rule.new_state(blocks, hyper))
+    return list(_new_state(tile, hyper, packs=True))
+
+
+def _new_state(tile: Tile, hyper: Hyper, *, packs: bool) -> Tensors:
+    """Return tensors without data, and without blocks, as a tile's state has them."""
+    packs = packs and hyper.rule.packs
+    blocks = Blocks(tile.block, tile.modes, 0, torch.float32, torch.device("meta"), packs)
+    return hyper.rule.new_state(blocks, hyper)
 
 
 def _own(tile: Tile, rows: Tensor) -> Tensor:

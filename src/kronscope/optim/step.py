@@ -20,10 +20,21 @@ from kronscope.kron.threads import divided, in_threads
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost, step_cost
-from kronscope.optim.schedule import due_blocks, stale_blocks
+from kronscope.optim.schedule import due_blocks, residuals_to_check, stale_blocks
 from kronscope.optim.stacks import Member, Stack
 
-__all__ = ["Due", "LocalRoots", "Portion", "RootTaker", "carry_over", "portions", "solve", "take_roots", "take_step"]
+__all__ = [
+    "DEVICE_PORTION",
+    "Due",
+    "LocalRoots",
+    "Portion",
+    "RootTaker",
+    "carry_over",
+    "portions",
+    "solve",
+    "take_roots",
+    "take_step",
+]
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
@@ -33,11 +44,13 @@ _LEAST_IN_THREADS = 64
 _LEAST_COST = 2e7
 # Numbers in a portion, if one member has no more: a few arrays of them stay in a core's share of the cache.
 _PORTION = 2**19
+# The same on accelerators, where a few arrays of them (128 MiB each in float32) are what a step needs in passing.
+DEVICE_PORTION = 2**25
 
 
 def portions(stack: Stack, members: Sequence[Member]) -> Iterator[list[Member]]:
-    """Cut the members of a stack into runs that are treated together: all of them, but on a CPU."""
-    limit = _PORTION if stack.device.type == "cpu" else math.inf
+    """Cut the members of a stack into runs that are treated together."""
+    limit = _PORTION if stack.device.type == "cpu" else DEVICE_PORTION
     size = math.prod(stack.block)
     portion: list[Member] = []
     entries = 0
@@ -86,7 +99,10 @@ class Portion:
         self.cost = step_cost(members[0].tile, hyper) * self.count
         self._stack, self._members, self._grads, self._anew = stack, members, grads, anew
         self._rows = _rows(members)
-        self.state: Tensors = {name: tensor[self._rows] for name, tensor in stack.tensors.items()}
+        # indices of the CPU would be sent over for each tensor
+        self._places = self._rows if isinstance(self._rows, slice) else self._rows.to(stack.device)
+        self._looks = list[tuple[int, Tensor, Tensor]]()
+        self.state: Tensors = {name: tensor[self._places] for name, tensor in stack.tensors.items()}
 
     @property
     def is_on_cpu(self) -> bool:
@@ -100,9 +116,31 @@ class Portion:
         self._moments = self.hyper.rule.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
         for mode, wanted in enumerate(due_blocks(self._stack, self._rows, self.hyper, self.step, anew=self._anew)):
             if wanted is not None:
-                index = wanted if self._anew else stale_blocks(self.state, mode, wanted, self.hyper, self.step)
-                if index.numel():
-                    self.due.append((mode, index))
+                self._find(mode, wanted)
+
+    def _find(self, mode: int, wanted: Tensor) -> None:
+        """Find out which of the wanted roots of a mode are due; on an accelerator :func:`decide` does, later."""
+        if not self._anew and not self.is_on_cpu:
+            rows = self._stack.rows_of(wanted)
+            residuals = residuals_to_check(self.state, mode, rows, self.hyper, self.step)
+            if residuals is not None:
+                self._looks.append((mode, wanted, residuals))
+                return
+        index = wanted if self._anew else stale_blocks(self.state, mode, wanted, self.hyper, self.step)
+        if index.numel():
+            self.due.append((mode, index))
+
+    @property
+    def looks(self) -> list[Tensor]:
+        """Residuals that decide whether roots are due, not yet read; on an accelerator reading them is waiting."""
+        return [residuals for _, _, residuals in self._looks]
+
+    def note(self, stale: Sequence[Sequence[bool]]) -> None:
+        """Make the roots due whose residuals, in the order of :attr:`looks`, are too large."""
+        for (mode, index, _), flags in zip(self._looks, stale, strict=True):
+            if any(flags):
+                self.due.append((mode, index[torch.tensor(flags)]))
+        self._looks = []
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
@@ -131,13 +169,17 @@ class Portion:
             and self.hyper.rule.has_separate_roots
         )
 
+    def roots_at_once(self, mode: int) -> int:
+        """Return how many roots of a mode are taken in one call: all of them, but for the memory of an accelerator."""
+        return self.count if self.is_on_cpu else max(1, DEVICE_PORTION // self.block[mode] ** 2)
+
     def refresh(self, mode: int, index: Tensor) -> Tensor | None:
         """Take the roots of some blocks anew; return what :meth:`carry` needs, None for nothing."""
-        return self.hyper.rule.refresh(self.state, mode, index, self.hyper, self.step)
+        return self.hyper.rule.refresh(self.state, mode, self._stack.rows_of(index), self.hyper, self.step)
 
     def carry(self, mode: int, index: Tensor, found: Tensor) -> None:
         """Bring the moments of some blocks up to date with what :meth:`refresh` found."""
-        self.hyper.rule.carry(self.state, mode, index, found, self.hyper)
+        self.hyper.rule.carry(self.state, mode, self._stack.rows_of(index), found, self.hyper)
 
     def carry_cost(self, modes: Sequence[int]) -> float:
         """Multiply-adds of :meth:`carry` for one block and some modes."""
@@ -153,7 +195,7 @@ class Portion:
         if isinstance(self._rows, Tensor):
             self._stack.refreshed[self._rows] = refreshed
             for name, tensor in self.state.items():
-                self._stack.tensors[name][self._rows] = tensor
+                self._stack.tensors[name][self._places] = tensor
         put(list(zip(self._members, update.split([member.tile.count for member in self._members]), strict=True)))
 
 
@@ -216,7 +258,7 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
 
     def begin(portion: Portion, is_held: bool) -> None:
         portion.take_in()
-        if not portion.due and not is_held:
+        if not portion.due and not portion.looks and not is_held:
             # at once, while what was taken in is in the cache
             portion.finish(put)
 
@@ -225,16 +267,42 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
 
     pairs = list(zip(work, held, strict=True))
     _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])
-    waiting = [portion for portion, is_held in pairs if portion.due or is_held]
+    waiting = [portion for portion, is_held in pairs if portion.due or portion.looks or is_held]
+    decide(waiting)
     taken = roots.take(waiting)
     _side_by_side([partial(portion.finish, put) for portion in waiting], [cost(portion) for portion in waiting])
     return taken
 
 
+def decide(work: Sequence[Portion]) -> None:
+    """Read the residuals that decide which roots are due: one look at each device for all of them."""
+    places: dict[torch.device, list[Portion]] = {}
+    for portion in work:
+        if portion.looks:
+            places.setdefault(portion.kind[1], []).append(portion)
+    for portions_there in places.values():
+        stale = [
+            residuals > portion.hyper.refresh.tolerance
+            for portion in portions_there
+            if isinstance(portion.hyper.refresh, Adaptive)
+            for residuals in portion.looks
+        ]
+        flags = iter((torch.cat(stale) if len(stale) > 1 else stale[0]).tolist())
+        for portion in portions_there:
+            portion.note([list(itertools.islice(flags, residuals.numel())) for residuals in portion.looks])
+
+
 def take_roots(work: Sequence[Portion]) -> None:
     """Take the roots that are due, and use them."""
     due = [Due(portion, mode, index) for portion in work for mode, index in portion.due]
-    carry_over(zip(due, solve(due), strict=True))
+    here = [one for one in due if one.portion.is_on_cpu]
+    carry_over(zip(here, solve(here), strict=True))
+    for portion, mode, index in due:
+        # at once, so that an accelerator need not keep what all of them found
+        for part in index.split(portion.roots_at_once(mode)) if not portion.is_on_cpu else ():
+            found = portion.refresh(mode, part)
+            if found is not None:
+                portion.carry(mode, part, found)
 
 
 def solve(due: Sequence[Due]) -> list[Tensor | None]:
@@ -250,7 +318,9 @@ def solve(due: Sequence[Due]) -> list[Tensor | None]:
             jobs += [partial(portion.refresh, mode, torch.tensor([block])) for block in index.tolist()]
             places += [place] * index.numel()
         else:
-            found[place] = portion.refresh(mode, index)
+            parts = [portion.refresh(mode, part) for part in index.split(portion.roots_at_once(mode))]
+            made = [part for part in parts if part is not None]
+            found[place] = torch.cat(made) if len(made) > 1 else (made[0] if made else None)
     by_place: dict[int, list[Tensor]] = {}
     for place, one in zip(places, in_threads(jobs), strict=True):
         if one is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kronscope.errors import StateError
+from kronscope.kron.devices import wide
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.agreement import Agreement, check_same_plan, described
 from kronscope.optim.parallel.division import Division, is_common, tile_of
@@ -220,9 +221,9 @@ class Distributed:
             ranges = self.ranges[param]
             if self.division.cuts[param] is not None or any(r[self.rank] != (0, r[-1][1]) for r in ranges):
                 return math.nan
-            return float(local_tensor(param).detach().double().square().sum())
+            return float(wide(local_tensor(param).detach()).square().sum())
         counted = self.is_counted(param) if self.division.cuts[param] is not None else self.rank == 0
-        return float(local_tensor(param).detach().double().square().sum()) if counted else 0.0
+        return float(wide(local_tensor(param).detach()).square().sum()) if counted else 0.0
 
     def _mesh(self, param: Tensor) -> Any:
         if is_dtensor(param):

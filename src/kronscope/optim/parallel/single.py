@@ -8,11 +8,12 @@ from typing import Any, final
 from torch import Tensor
 
 from kronscope.errors import StateError
+from kronscope.kron.devices import wide
 from kronscope.optim.apply import prepared_gradient
 from kronscope.optim.blocks import Layout
 from kronscope.optim.parallel.placement import Apply, Planned, Ranges, Tensors, apply_by_group
 from kronscope.optim.stacks import Member
-from kronscope.optim.step import LocalRoots
+from kronscope.optim.step import DEVICE_PORTION, LocalRoots
 
 __all__ = ["LocalExchange", "SingleProcess", "Whole"]
 
@@ -61,7 +62,7 @@ class Whole:
 
     def square_norm(self, param: Tensor, *, alone: bool = False) -> float:
         """Return the sum of the parameter's squares."""
-        return float(param.detach().double().square().sum())
+        return float(wide(param.detach()).square().sum())
 
     def everyone(self, value: object) -> list[Any]:
         """Return the value of this process, which stands for all."""
@@ -114,6 +115,7 @@ class LocalExchange:
     ) -> None:
         self._active, self._groups, self._apply, self._at_once = active, groups, apply, at_once
         self._updates: dict[Tensor, dict[int, Tensor]] = {}
+        self._kept = 0
         self._layouts: dict[Tensor, Layout] = {}
 
     def part(self, param: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ class LocalExchange:
         return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
 
     def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
-        """Keep the updates until all are there, or step at once."""
+        """Keep the updates until all are there, or step at once; an accelerator with as few calls as fit its memory."""
         ready = []
         for member, update in updates:
             param, layout = member.param, member.layout
@@ -137,11 +139,21 @@ class LocalExchange:
             else:
                 self._updates.setdefault(param, {})[member.tile_index] = update
                 self._layouts[param] = layout
+                self._kept += update.numel()
         apply_by_group(ready, self._active, self._groups, self._apply)
+        if self._at_once and self._kept > DEVICE_PORTION:
+            self._step_with(
+                {p: tiles for p, tiles in self._updates.items() if len(tiles) == len(self._layouts[p].tiles)}
+            )
 
     def finish(self) -> None:
         """Put the tiles together and step."""
-        kept = [(param, param, _assembled(self._layouts[param], tiles)) for param, tiles in self._updates.items()]
+        self._step_with(self._updates)
+
+    def _step_with(self, updates: Mapping[Tensor, dict[int, Tensor]]) -> None:
+        kept = [(param, param, _assembled(self._layouts[param], tiles)) for param, tiles in updates.items()]
+        self._updates = {param: tiles for param, tiles in self._updates.items() if param not in updates}
+        self._kept = sum(update.numel() for tiles in self._updates.values() for update in tiles.values())
         apply_by_group(kept, self._active, self._groups, self._apply)
 
 

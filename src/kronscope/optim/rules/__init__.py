@@ -133,7 +133,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def refresh(self, state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor | None:
+    def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> Tensor | None:
         """Take the roots (or bases) of one mode and some blocks anew.
 
         Returns:
@@ -147,7 +147,7 @@ class Rule(ABC):
         Where a family :attr:`carries`, it is the one tensor of the shape that :meth:`refresh` returns.
         """
 
-    def carry(self, state: Tensors, mode: int, index: Tensor, found: Tensor, hyper: Hyper) -> None:
+    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper) -> None:
         """Bring moments up to date with what :meth:`refresh` found; called only where it returns something."""
         raise NotImplementedError(f"{self.title} found something in refresh, but has no carry.")
 

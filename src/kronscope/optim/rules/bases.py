@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
+from kronscope.kron.devices import wide
 from kronscope.kron.operators import EigenbasisDiagonal, Operator
 from kronscope.kron.roots import Eigh, RootSolver, WarmQR
 from kronscope.kron.triangles import unpack
@@ -149,7 +150,8 @@ class EigenbasisRule(Rule):
         moved = factors @ basis
         rest = moved - basis * (basis * moved).sum(-2, keepdim=True)
         tiny = torch.finfo(factors.dtype).tiny
-        residuals: Tensor = rest.norm(dim=(-2, -1)) / factors.norm(dim=(-2, -1)).clamp_min(tiny)
+        sizes = torch.linalg.vector_norm(factors, dim=(-2, -1)).clamp_min(tiny)
+        residuals: Tensor = torch.linalg.vector_norm(rest, dim=(-2, -1)) / sizes
         return residuals
 
     def conditions(self, state: Tensors, mode: int, hyper: Hyper, step: int, *, quick: bool = False) -> Tensor:
@@ -160,9 +162,10 @@ class EigenbasisRule(Rule):
         factors = unpack(state[f"factor{mode}"])
         if quick:
             basis = state[f"basis{mode}"]
-            values = (basis * (factors @ basis)).sum(-2).double().clamp_min(0)
+            values = (basis * (factors @ basis)).sum(-2)
+            values = wide(values).clamp_min(0)
         else:
-            values = torch.linalg.eigvalsh(factors.double() / hyper.correction2(step)).clamp_min(0)
+            values = torch.linalg.eigvalsh(wide(factors) / hyper.correction2(step)).clamp_min(0)
         positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))
         conditions: Tensor = values.amax(-1) / positive.amin(-1)
         return conditions

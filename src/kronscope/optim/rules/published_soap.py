@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
+from kronscope.kron.devices import on_host_if_missing
 from kronscope.kron.triangles import unpack
 from kronscope.optim.apply import apply_updates
 from kronscope.optim.block_math import batched_times, short_first
@@ -80,7 +81,7 @@ class PublishedSoapRule(EigenbasisRule):
         r"""Return :math:`(\sqrt v + \epsilon)\, c_1 / c_2`."""
         return deviations.add_(hyper.eps).mul_(correction1 / correction2)
 
-    def refresh(self, state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
+    def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> None:
         """Take new bases, turn the mean into them and permute the second moment."""
         old, second = state[f"basis{mode}"][index], state["exp_avg_sq"][index]
         new, second = _new_basis(unpack(state[f"factor{mode}"][index]), old, second, mode, step)
@@ -117,10 +118,12 @@ class PublishedSoapRule(EigenbasisRule):
 def _new_basis(factors: Tensor, old: Tensor, second: Tensor, mode: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the new bases, and the second moment permuted into the order of their eigenvalues."""
     if step == 1:
-        return torch.stack([torch.linalg.eigh(factor).eigenvectors.flip(1) for factor in factors]), second
+        return torch.stack(
+            [on_host_if_missing(torch.linalg.eigh, factor).eigenvectors.flip(1) for factor in factors]
+        ), second
     bases, moments = [], []
     for factor, basis, moment in zip(factors, old, second, strict=True):
         order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
         moments.append(moment.index_select(mode, order))
-        bases.append(torch.linalg.qr(factor @ basis[:, order]).Q)
+        bases.append(on_host_if_missing(torch.linalg.qr, factor @ basis[:, order]).Q)
     return torch.stack(bases), torch.stack(moments)

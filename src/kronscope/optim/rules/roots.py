@@ -132,7 +132,7 @@ class RootRule(Rule):
             return Moments(moved)
         return Moments(state["exp_avg"].lerp_(moved, 1 - hyper.beta1))
 
-    def refresh(self, state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> None:
+    def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> None:
         """Take the roots of the factors of one mode and some blocks anew."""
         factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
         basis = state.get(f"basis{mode}")

@@ -70,15 +70,17 @@ class SoapRule(EigenbasisRule):
         floor = (floor / correction2 + hyper.eps) * correction1
         return torch.add(floor, deviations, alpha=correction1 / correction2, out=deviations)
 
-    def refresh(self, state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: int) -> Tensor:
+    def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> Tensor:
         """Return the eigenbases (k, d, d) of some blocks' factors, which :meth:`carry` brings in."""
         old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
         return new_basis(factors / hyper.correction2(step), old, hyper, step)
 
-    def carry(self, state: Tensors, mode: int, index: Tensor, found: Tensor, hyper: Hyper) -> None:
+    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper) -> None:
         """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
         # a slice is no copy
-        rows = slice(int(index), int(index) + 1) if index.numel() == 1 else index
+        rows = index
+        if isinstance(index, Tensor) and index.device.type == "cpu" and index.numel() == 1:
+            rows = slice(int(index), int(index) + 1)
         turn = found.mT @ state[f"basis{mode}"][rows]
         state["exp_avg_sq"][rows] = batched_times(turn.square(), state["exp_avg_sq"][rows], mode)
         if hyper.beta1 > 0:

@@ -1,0 +1,59 @@
+"""What devices cannot do, and what is done instead: float64 and decompositions on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["has_float64", "host_if_narrow", "on_host_if_missing", "wide"]
+
+# Device types and functions that were found missing, so that each is tried once.
+_missing: set[tuple[str, str]] = set()
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device has double precision; Apple's GPUs have not.
+
+    >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
+    (True, False)
+    """
+    return device.type != "mps"
+
+
+def host_if_narrow(device: torch.device) -> torch.device:
+    """Return where float64 numbers of a device are kept: there, or on the CPU if it has no float64."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, where it is, or on the host if its device has no float64."""
+    return tensor.to(host_if_narrow(tensor.device)).double()
+
+
+def on_host_if_missing(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+    """Call a function of matrices; on the CPU, where their device does not have it, and its answer goes back.
+
+    Some devices (MPS before torch 2.13, others still) lack decompositions. A step must not fail there when half of its
+    state has changed already.
+
+    Args:
+        function: Returns a tensor, or a named tuple of them.
+        tensors: On one device.
+        options: Further arguments.
+    """
+    device = tensors[0].device
+    key = (device.type, str(getattr(function, "__name__", function)))
+    if key not in _missing:
+        try:
+            return function(*tensors, **options)
+        except NotImplementedError:
+            if device.type == "cpu":
+                raise
+            _missing.add(key)
+    found = function(*(tensor.cpu() for tensor in tensors), **options)
+    if isinstance(found, Tensor):
+        return found.to(device)
+    return type(found)(part.to(device) for part in found)
