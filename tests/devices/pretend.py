@@ -259,7 +259,7 @@ class Machine(TorchDispatchMode):
             return source
         if device == source.device:
             return cast(Tensor, torch.ops.aten._to_copy.default(source, dtype=dtype))
-        return cast(Tensor, _Moved.apply(source, device, dtype))
+        return cast(Tensor, _Moved.apply(source, device, dtype))  # type: ignore[no-untyped-call]
 
     # --- what happens ---------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ def psd(size: int, seed: int) -> Tensor:
 
 
 def basis(size: int, seed: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed))).Q
+    found: Tensor = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed))).Q
+    return found
 
 
 Place = Callable[[Tensor], Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def _as_before() -> Iterator[None]:
         torch._C._set_fp32_precision_setter(*level, "none")
 
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "nothing": lambda: None,
     "high": lambda: torch.set_float32_matmul_precision("high"),
     "medium": lambda: torch.set_float32_matmul_precision("medium"),
