@@ -9,6 +9,7 @@ from kronscope.errors import OptionError
 from kronscope.figures import canvas
 from kronscope.figures.style import LABELS, TRUTHS, styles
 from kronscope.measures.results import Results
+from kronscope.measures.rows import curve_names, stderr_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +52,7 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
     sweeps = list(
         {(item.layer, item.truth, item.labels, item.options): item for item in sweeps if item.step == shown}.values()
     )
-    curves = [name for item in sweeps for name in item.values if name != "batch_size" and item.series(name)]
+    curves = [name for item in sweeps for name in curve_names(item)]
     looks = styles(curves)
     columns = min(canvas.columns_for(len(sweeps)), 3)
     lines = math.ceil(len(sweeps) / columns)
@@ -68,7 +69,8 @@ def batch_sizes(results: Results, step: int | None = None) -> Figure:
         canvas.tidy(axes)
         for depth, (name, look) in enumerate(looks.items()):
             if item.series(name):
-                canvas.draw_line(axes, item.series("batch_size"), item.series(name), look, depth=depth)
+                errors = item.series(stderr_of(name))
+                canvas.draw_line(axes, item.series("batch_size"), item.series(name), look, errors=errors, depth=depth)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         # The sweep takes the batch size's place, so only truth and labels name the panel.

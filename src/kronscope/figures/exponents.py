@@ -85,6 +85,9 @@ def exponents(results: Results) -> Figure:
 def _draw_sweep(axes: Axes, sweep: Detail, color: tuple[float, float, float, float]) -> None:
     x, y = sweep.series("exponent"), sweep.series("cosine")
     axes.plot(x, y, color=color, linewidth=1.5, label=f"step {sweep.step:,}")
+    if errors := sweep.series("stderr"):
+        low, high = ([value + sign * error for value, error in zip(y, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     finite = [(value, place) for value, place in zip(y, x, strict=False) if not math.isnan(value)]
     if finite:
         value, place = max(finite)

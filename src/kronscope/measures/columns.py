@@ -31,8 +31,9 @@ TRUTHS = {"gauss_newton": "exact", "empirical_fisher": "real"}
 _MANY_COLUMNS = 100
 _MANY_OPERATIONS = 1e11
 _MANY_PAIRS = 2e13
-# Columns of each sample that an estimate starts with, and the most it goes on to.
-_FIRST_COLUMNS, _MOST_COLUMNS = 16, 256
+# An estimate starts with about this many columns in all, a few to many of each sample, and goes on to as many of each.
+_FIRST_IN_ALL = 128
+_FIRST_COLUMNS, _MOST_COLUMNS = (FEWEST_RANDOM, 16), 256
 # Fewer label draws than this say too little about how they vary when one is left out.
 _FEW_DRAWS = 5
 
@@ -146,12 +147,22 @@ class TruthColumns:
         self._own, self._exact = TRUTHS[options.truth], recorder.exact_columns
         many = _costly(recorder, parameters) if options.max_columns is None else self._exact > options.max_columns
         self._estimated = self._own == "exact" and many
-        self._first = min(_FIRST_COLUMNS, max(options.max_columns or _FIRST_COLUMNS, 2 * FEWEST_RANDOM))
+        self._asked, self._samples = options.max_columns, recorder.num_samples
         self._left: Tensor | None = None
 
     def first(self) -> ColumnRequest:
         """What to begin with."""
-        return self.of(self._first) if self._estimated else ColumnRequest(self._own)
+        return self.of(self._first_count()) if self._estimated else ColumnRequest(self._own)
+
+    def _first_count(self) -> int:
+        least, most = _FIRST_COLUMNS
+        if self._asked is not None:
+            return min(most, max(self._asked, 2 * FEWEST_RANDOM))
+        count = min(most, max(least, int(2.0 ** math.ceil(math.log2(_FIRST_IN_ALL / self._samples)))))
+        # where the model is sure of itself, exact columns leave so little that more of them are worth their cost
+        while count < most and 2 * self._variance(2 * count) < self._variance(count) / 2:
+            count *= 2
+        return count
 
     def enough(self, columns: ColumnRequest, stderr: float, accuracy: float) -> ColumnRequest:
         """As many columns as it takes for a standard error of ``accuracy``, where some have given ``stderr``."""
@@ -172,12 +183,24 @@ class TruthColumns:
         """The best columns of a number: all where there are no more, else as few exact ones as leave least variance."""
         if count >= self._exact:
             return ColumnRequest("exact")
+        left = self._remainders(count)
+        fixed = int((left / (count - torch.arange(len(left)))).argmin())
+        return ColumnRequest("mixed", count - fixed, self._seed, fixed)
+
+    def _variance(self, count: int) -> float:
+        """The variance of an estimate from so many columns, but for a factor."""
+        left = self._remainders(count)
+        return float((left / (count - torch.arange(len(left)))).min())
+
+    def _remainders(self, count: int) -> Tensor:
+        """What is left of the matrix without as many exact columns as there may be among ``count``, from none on.
+
+        The remainder's variance goes with its square and with one over the number of random columns.
+        """
         if self._left is None:
             self._left = self._recorder.remainders(min(_MOST_COLUMNS, self._exact))
         most = min(count - max(FEWEST_RANDOM, count // 4), len(self._left) - 1)
-        # the remainder's variance goes with its square and with one over the number of random columns
-        fixed = int((self._left[: most + 1] / (count - torch.arange(most + 1))).argmin())
-        return ColumnRequest("mixed", count - fixed, self._seed, fixed)
+        return self._left[: most + 1]
 
 
 def _costly(recorder: Recorder, parameters: int) -> bool:

@@ -81,7 +81,7 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
 
 
 def exponent_curve(
-    truth: GradientStream, fitted: GradientStream, exponents: Sequence[float] = EXPONENTS, norm: float | None = None
+    truth: GradientStream, fitted: GradientStream, exponents: Sequence[float] = EXPONENTS
 ) -> dict[str, list[float]]:
     r"""Return the cosine of :math:`(L \otimes R)^p` with the truth for many powers p, from one eigendecomposition.
 
@@ -91,7 +91,6 @@ def exponent_curve(
         truth: The gradients that the matrix H is made of.
         fitted: The gradients that L and R are made of; may be the same object.
         exponents: The powers p.
-        norm: The Frobenius norm of H, if it is known or estimated; None computes it.
 
     Returns:
         Two lists of the same length, ``exponent`` and ``cosine``.
@@ -103,7 +102,7 @@ def exponent_curve(
     [0.902, 0.909]
     """
     moment = SecondMoment(truth)
-    norm = moment.norm() if norm is None else norm
+    norm = moment.norm()
     left, right = SecondMoment(fitted).factors()
     if left.trace() == 0 or norm == 0:
         return {"exponent": list(exponents), "cosine": [math.nan] * len(exponents)}
@@ -134,7 +133,6 @@ def batch_size_curve(
     *,
     replacement: bool = True,
     labels: str = "real",
-    norm: float | None = None,
 ) -> dict[str, list[float]]:
     """Return how each approximation's cosine with the truth changes with the batch size it is fitted with.
 
@@ -147,7 +145,6 @@ def batch_size_curve(
         sizes: The batch sizes; None takes powers of two, up to the number of samples.
         replacement: Whether the samples of a batch are drawn with replacement.
         labels: Which labels ``fitted`` was made with.
-        norm: The Frobenius norm of H, if it is known or estimated; None computes it.
 
     Returns:
         The list ``batch_size``, and for each approximation the list of its cosines; NaN where it has no fit.
@@ -159,7 +156,7 @@ def batch_size_curve(
     [0.909, 0.879]
     """
     moment = SecondMoment(truth)
-    norm = moment.norm() if norm is None else norm
+    norm = moment.norm()
     sizes = default_batch_sizes(fitted.num_samples) if sizes is None else list(sizes)
     streams = [batch_stream(fitted, size, replacement=replacement, labels=labels) for size in sizes]
     curves: dict[str, list[float]] = {"batch_size": [float(size) for size in sizes]}

@@ -1,12 +1,17 @@
 r"""Cosines with a matrix that is itself estimated from random columns, for exactly the samples given.
 
 Exact labels need a column for every class of every token. Where these are too many, the largest ones are taken as they
-are and the others are summed up with random signs, D times (see :mod:`kronscope.gradients.losses`). Then
+are and the others are summed up with random signs, D times (see :mod:`kronscope.gradients.losses`). A fit made of
+random columns sees their noise in the matrix it is compared with: with fewer of them than the matrix has directions,
+the plain cosine is far above one. So a column never meets itself:
 
-* the plug-in :math:`\|H\|_F^2` counts each random column's pair with itself; that is left out, and the pairs of
-  different random columns of a sample stand in for it;
-* a fit sees its own noise in the matrix it is compared with, so that the plug-in cosine is too large by about 1/D of
-  something: cut in halves, it is too large by twice as much, and :math:`2c - (c_a + c_b)/2` is free of it;
+* the random columns are cut in halves a and b, with matrices :math:`H_a, H_b` and fits :math:`K_a, K_b`, and
+
+  .. math:: c^2 = \frac{\langle H_b, K_a\rangle\, \langle H_a, K_b\rangle}{\langle K_a, K_b\rangle\, \|H\|_F^2},
+
+  in which the noise of one half meets that of the other, on average zero; scales of the fits cancel;
+* :math:`\|H\|_F^2` counts pairs of different columns; those of a random column with itself are replaced by the mean
+  over the pairs of different random columns of its sample;
 * the standard error follows from how much each random column moves the cosine (:mod:`kronscope.measures.influence`);
   for approximations without such a formula, from fits with groups of columns left out.
 """
@@ -14,8 +19,8 @@ are and the others are summed up with random signs, D times (see :mod:`kronscope
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,17 +31,30 @@ from kronscope.errors import DataError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Identity, KroneckerProduct, Operator
 from kronscope.measures.influence import factor_terms, knows_influence
+from kronscope.measures.optimum import independent_optimum
 from kronscope.measures.resampling import Estimate
 
 __all__ = ["FEWEST_RANDOM", "RandomColumns"]
 
-# With fewer random columns their variance within a sample is not known.
+# With fewer random columns their variance within half of them is not known.
 FEWEST_RANDOM = 4
-_GROUPS = 8
-# Under an error bar of some percent the optimum need not be exact: its residual moves the cosine by its square.
-_OPTIMAL_TOLERANCE = 1e-3
-# What the correction of the bias may itself be wrong by, as a share of it.
-_CORRECTION_ERROR = 1 / 3
+# What stopping the search for the optimum early may change in the cosine: at most, and as a share of how far the halves
+# have their factors apart, which is of the size of the error bar or larger.
+_MOST_INEXACT, _INEXACT_SHARE, _LEAST_INEXACT = 3e-4, 0.01, 1e-12
+# Groups of each half that are left out in turn.
+_GROUPS = 4
+
+
+_Factors = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Some of the random columns, with all fixed ones: their numbers, stream and matrix."""
+
+    numbers: Sequence[int]
+    stream: GradientStream
+    moment: SecondMoment
 
 
 class RandomColumns:
@@ -64,7 +82,15 @@ class RandomColumns:
         # Σ_d over a sample's random columns with a column's pair with itself replaced by the mean of the others
         self._random_sums = sums[:, fixed:] + self._weights[:, None] * (others - own)
         self.square = float(self._weights @ (sums[:, :fixed].sum(1) + self._random_sums.sum(1)))
-        self._halves: list[GradientStream] | None = None
+        self._halves = [self._part(range(start, count, 2)) for start in (0, 1)]
+
+    @classmethod
+    def of(cls, truth: GradientStream) -> RandomColumns:
+        """The estimates of a stream, made once."""
+        if "random columns" not in truth.memo:
+            truth.memo["random columns"] = cls(truth)
+        found: RandomColumns = truth.memo["random columns"]
+        return found
 
     @property
     def norm(self) -> float:
@@ -75,99 +101,180 @@ class RandomColumns:
         """Estimate the cosine of an approximation that is fitted on the truth's own columns."""
         if not self.square > 0:
             return Estimate(math.nan, math.nan)
+        inexact = 0.0
         if isinstance(approximation, Optimal):
-            approximation = replace(approximation, tolerance=max(approximation.tolerance, _OPTIMAL_TOLERANCE))
-        operator = approximation.fit(self.truth)
-        whole = self._plain(self._moment, operator)
-        parts = [self._plain(SecondMoment(half), _refit(approximation, half, operator)) for half in self._cut()]
-        correction = whole - sum(parts) / len(parts)
-        inexact = _OPTIMAL_TOLERANCE**2 if isinstance(approximation, Optimal) else 0.0
-        if knows_influence(approximation, self.truth):
-            stderr = self._by_influence(approximation, operator)
+            fits, inexact = _optima(self._halves)
         else:
-            stderr = self._by_leaving_out(approximation.fit)
-        return checked(whole + correction, math.hypot(stderr, _CORRECTION_ERROR * correction, inexact))
+            fits = [approximation.fit(half.stream) for half in self._halves]
+        if knows_influence(approximation, self.truth):
+            found = self._by_influence(approximation, fits)
+        else:
+            found = self._by_leaving_out(approximation.fit, fits)
+        return checked(found.value, math.hypot(found.stderr, inexact))
 
     def cosine_with(self, operator: Operator) -> Estimate:
         """Estimate the cosine with an operator that was not made from the truth's random columns."""
         if not self.square > 0:
             return Estimate(math.nan, math.nan)
+        size = operator.norm() * self.norm
+        if not size > 0:
+            return Estimate(math.nan, math.nan)
         if not isinstance(operator, (KroneckerProduct, Identity)):
-            return checked(self._plain(self._moment, operator), self._by_leaving_out(lambda _: operator))
-        left, right = _factors(operator)
-        forms = self._moment.column_forms(left, right)
+            found = self._by_leaving_out(lambda _: operator, [operator, operator])
+            return checked(found.value, found.stderr)
+        forms = self._moment.column_forms(*_factors(operator))
         h = float((self._weights[:, None] * forms).sum())
-        value = self._plain(self._moment, operator)
-        return checked(value, self._stderr(value, self._random(forms) / h if h else forms))
+        value = abs(operator.scale) * h / size
+        terms = forms[:, -self.truth.random_columns :] / h if h else forms[:, -self.truth.random_columns :]
+        return checked(value, self._stderr(value, [terms], [range(self.truth.random_columns)]))
+
+    def powers(self, exponents: Sequence[float]) -> list[float]:
+        r"""Estimate the cosines of :math:`(L \otimes R)^p` for many p, from one table for each half."""
+        if not self.square > 0:
+            return [math.nan] * len(exponents)
+        sides = [half.moment.factors() for half in self._halves]
+        spectra = [[factor.spectrum for factor in factors] for factors in sides]
+        tables = [
+            half.moment.table(other[0].vectors, other[1].vectors)
+            for half, other in zip(self._halves, spectra[::-1], strict=True)
+        ]
+        turns = [(one.vectors.T @ two.vectors).square() for one, two in zip(*spectra, strict=True)]
+        found = []
+        for exponent in exponents:
+            values = [[spectrum.powered(exponent).double() for spectrum in half] for half in spectra]
+            products = [float(left @ table @ right) for (left, right), table in zip(values[::-1], tables, strict=True)]
+            overlaps = [
+                float(one @ turn.double() @ two) for one, turn, two in zip(values[0], turns, values[1], strict=True)
+            ]
+            size = overlaps[0] * overlaps[1] * self.square
+            value = math.sqrt(products[0] * products[1] / size) if size > 0 and min(products) > 0 else math.nan
+            found.append(min(value, 1.0))
+        return found
 
     # ------------------------------------------------------------------ pieces
 
-    def debiased(self, curve: Callable[[GradientStream, float], list[float]]) -> list[float]:
-        """Take the bias out of plug-in cosines that ``curve`` makes of a stream and the norm of the matrix."""
-        whole = curve(self.truth, self.norm)
-        halves = [curve(half, self.norm) for half in self._cut()]
-        return [2 * value - sum(parts) / 2 for value, *parts in zip(whole, *halves, strict=True)]
+    def _part(self, numbers: Sequence[int]) -> _Half:
+        stream = self.truth.with_random_columns(numbers)
+        return _Half(numbers, stream, SecondMoment(stream))
 
-    def _plain(self, moment: SecondMoment, operator: Operator) -> float:
-        size = operator.norm() * self.norm
-        return moment.inner(operator) / size if size > 0 else math.nan
+    def _by_influence(self, approximation: Approximation, fits: Sequence[Operator]) -> Estimate:
+        """The cosine, and how far each random column moves it through its own half's matrix and fit."""
+        factors = [_factors(fit) for fit in fits]
+        # each half's forms with the fit of the other
+        forms = [half.moment.column_forms(*other) for half, other in zip(self._halves, factors[::-1], strict=True)]
+        products = [float((self._weights[:, None] * form).sum()) for form in forms]
+        overlaps = [_overlap(one, two) for one, two in zip(*factors, strict=True)]
+        if min(*products, *overlaps) <= 0:
+            return Estimate(math.nan, math.nan)
+        size = overlaps[0] * overlaps[1]
+        if factors[0][0] is None:
+            size = float(self.truth.shape[0] * self.truth.shape[1])
+        value = math.sqrt(products[0] * products[1] / size) / self.norm
+        terms = []
+        for number, half in enumerate(self._halves):
+            moved = forms[number] / (2 * products[number])
+            slopes = self._slopes(number, factors, products[1 - number], overlaps)
+            if slopes is not None:
+                moved = moved + factor_terms(approximation, half.moment, *slopes)
+            terms.append(moved[:, -len(half.numbers) :])
+        return Estimate(value, self._stderr(value, terms, [half.numbers for half in self._halves]))
 
-    def _cut(self) -> list[GradientStream]:
-        if self._halves is None:
-            count = self.truth.random_columns
-            self._halves = [self.truth.with_random_columns(range(start, count, 2)) for start in (0, 1)]
-        return self._halves
+    def _slopes(
+        self, number: int, factors: Sequence[_Factors], product: float, overlaps: Sequence[float]
+    ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
+        """Slopes of the cosine's logarithm in the factors of one half's fit; None for multiples of the identity.
 
-    def _random(self, values: Tensor) -> Tensor:
-        """The part (N, D) that belongs to the random columns."""
-        return values[:, -self.truth.random_columns :]
+        Args:
+            number: Which half.
+            factors: The factors of both fits.
+            product: The inner product of its fit with the other half's matrix.
+            overlaps: The inner products of both fits' left factors, and of their right factors.
+        """
+        (left, right), (other_left, other_right) = factors[number], factors[1 - number]
+        if left is None or right is None or other_left is None or other_right is None:
+            return None
+        other = self._halves[1 - number].moment
+        return (
+            lambda: (other.left(right) / product - other_left / overlaps[0]) / 2,
+            lambda: (other.right(left) / product - other_right / overlaps[1]) / 2,
+        )
 
-    def _by_influence(self, approximation: Approximation, operator: Operator) -> float:
-        left, right = _factors(operator)
-        forms = self._moment.column_forms(left, right)
-        h = float((self._weights[:, None] * forms).sum())
-        value = self._plain(self._moment, operator)
-        if h == 0:
-            return math.nan
-        terms = forms / h
-        if left is not None and right is not None:
-            terms = terms + factor_terms(approximation, self._moment, left, right, h)
-        return self._stderr(value, self._random(terms))
+    def _stderr(self, value: float, terms: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> float:
+        """Standard error of independent columns that move the cosine by ``value · w · (terms − share of ‖H‖²)``.
 
-    def _stderr(self, value: float, terms: Tensor) -> float:
-        """Standard error of independent columns that move the cosine by ``value · w · (terms − share of ‖H‖²)``."""
-        count = self.truth.random_columns
-        moved = value * self._weights[:, None] * (terms - self._random_sums / self.square)
-        variances = count * moved.var(1)
-        total = float(variances.sum())
+        Args:
+            value: The cosine.
+            terms: For each part of the random columns what they do (N, d) but for the norm of the matrix.
+            numbers: The numbers of each part's random columns.
+        """
+        variances, freedoms = [], []
+        for part, which in zip(terms, numbers, strict=True):
+            moved = value * self._weights[:, None] * (part - self._random_sums[:, list(which)] / self.square)
+            variances.append(len(which) * moved.var(1))
+            freedoms.append(torch.full_like(variances[-1], len(which) - 1.0))
+        variance, freedom = torch.cat(variances), torch.cat(freedoms)
+        total = float(variance.sum())
         if total == 0:
             return 0.0
         # the degrees of freedom of a sum of variances (Welch and Satterthwaite), of shares that do not underflow
-        freedom = (count - 1) / float((variances / total).square().sum())
-        return math.sqrt(total) * _widened(freedom)
+        return math.sqrt(total) * _widened(1 / float(((variance / total).square() / freedom).sum()))
 
-    def _by_leaving_out(self, fit: Callable[[GradientStream], Operator]) -> float:
-        count = self.truth.random_columns
-        groups = min(_GROUPS, count)
-        values = []
-        for group in range(groups):
-            kept = [number for number in range(count) if number % groups != group]
-            part = self.truth.with_random_columns(kept)
-            operator = fit(part)
-            left = torch.zeros(count, dtype=torch.float64)
-            left[kept] = count / len(kept)
-            moved = float((self._weights[:, None] * self._random_sums * (left - 1)).sum())
-            size = operator.norm() * math.sqrt(max(self.square + 2 * moved, 1e-300))
-            values.append(SecondMoment(part).inner(operator) / size if size > 0 else math.nan)
-        spread = torch.tensor(values, dtype=torch.float64)
-        return math.sqrt((groups - 1) / groups * float(((spread - spread.mean()) ** 2).sum())) * _widened(groups - 1)
+    def _by_leaving_out(self, fit: Callable[[GradientStream], Operator], fits: Sequence[Operator]) -> Estimate:
+        """The cosine, and its standard error from leaving out a group of one half's columns, for all groups."""
+        products = [half.moment.inner(other) for half, other in zip(self._halves, fits[::-1], strict=True)]
+        value = _combined(products, fits, self.square)
+        variance, freedom = 0.0, 0
+        for number, half in enumerate(self._halves):
+            groups = min(_GROUPS, len(half.numbers))
+            values = []
+            for group in range(groups):
+                kept = [each for index, each in enumerate(half.numbers) if index % groups != group]
+                part = self._part(kept)
+                part.stream.keep_bytes = 0
+                mine, other = fit(part.stream), fits[1 - number]
+                taken = torch.ones(self.truth.random_columns, dtype=torch.float64)
+                taken[list(half.numbers)] = 0
+                taken[kept] = len(half.numbers) / len(kept)
+                moved = float((self._weights[:, None] * self._random_sums * (taken - 1)).sum())
+                left_out = [part.moment.inner(other), self._halves[1 - number].moment.inner(mine)]
+                values.append(_combined(left_out, [mine, other], max(self.square + 2 * moved, 1e-300)))
+            spread = torch.tensor(values, dtype=torch.float64)
+            variance += (groups - 1) / groups * float(((spread - spread.mean()) ** 2).sum())
+            freedom += groups - 1
+        return Estimate(value, math.sqrt(variance) * _widened(freedom))
 
 
-def _refit(approximation: Approximation, half: GradientStream, whole: Operator) -> Operator:
-    """Fit a half; an optimum is searched from that of the whole, which is near."""
-    if isinstance(approximation, Optimal) and isinstance(whole, KroneckerProduct):
-        return approximation.solve(half, start=whole.right.matrix).operator
-    return approximation.fit(half)
+def _optima(halves: Sequence[_Half]) -> tuple[list[Operator], float]:
+    """The optimal products of both halves, and what their being inexact may change in the cosine."""
+    factors = [(half.moment.left(), half.moment.right()) for half in halves]
+    agreement = [_alike(one, two) for one, two in zip(*factors, strict=True)]
+    side = 0 if agreement[0] >= agreement[1] else 1
+    start = factors[0][side] + factors[1][side]
+    tolerance = max(_LEAST_INEXACT, min(_MOST_INEXACT, _INEXACT_SHARE * (1 - min(agreement))))
+    found: list[Operator] = []
+    for half in halves:
+        count = len(half.numbers)
+        parts = [SecondMoment(half.stream.with_random_columns(range(first, count, 2))) for first in (0, 1)]
+        product = independent_optimum(parts, start, side, tolerance)
+        start = (product.left, product.right)[side].matrix
+        found.append(product)
+    return found, tolerance
+
+
+def _alike(one: Tensor, two: Tensor) -> float:
+    size = float(one.norm() * two.norm())
+    return float((one * two).sum()) / size if size > 0 else 0.0
+
+
+def _combined(products: Sequence[float], fits: Sequence[Operator], square: float) -> float:
+    size = fits[0].inner(fits[1]) * square
+    if size <= 0 or min(products) <= 0:
+        return math.nan
+    return math.sqrt(products[0] * products[1] / size)
+
+
+def _overlap(one: Tensor | None, two: Tensor | None) -> float:
+    return 1.0 if one is None or two is None else float((one * two).sum())
 
 
 def _widened(freedom: float) -> float:
@@ -182,7 +289,7 @@ def checked(value: float, stderr: float) -> Estimate:
     """An estimate that is a cosine, or NaN with what to do about it."""
     if math.isnan(value) or math.isnan(stderr):
         return Estimate(value, stderr)
-    if stderr >= abs(value) or value < 0 or value - 2 * stderr > 1:
+    if stderr >= abs(value) or value < 0 or value - 3 * stderr > 1:
         return Estimate(
             math.nan,
             stderr,
@@ -191,7 +298,7 @@ def checked(value: float, stderr: float) -> Estimate:
     return Estimate(min(value, 1.0), stderr)
 
 
-def _factors(operator: Operator) -> tuple[Tensor | None, Tensor | None]:
+def _factors(operator: Operator) -> _Factors:
     """The factors of a product; none for a multiple of the identity."""
     if isinstance(operator, KroneckerProduct):
         return operator.left.matrix.double(), operator.right.matrix.double()

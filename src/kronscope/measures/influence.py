@@ -13,6 +13,8 @@ theorem) and for fits on other gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,30 +44,32 @@ def knows_influence(approximation: Approximation, stream: GradientStream) -> boo
     return _powers(approximation, stream.shape) is not None or isinstance(approximation, (Optimal, IdentityFit))
 
 
-def factor_terms(approximation: Approximation, moment: SecondMoment, left: Tensor, right: Tensor, h: float) -> Tensor:
-    """Return the terms of both factors (N, c), in the order of samples and columns.
+def factor_terms(
+    approximation: Approximation,
+    moment: SecondMoment,
+    left_slope: Callable[[], Tensor],
+    right_slope: Callable[[], Tensor],
+) -> Tensor:
+    """Return what each column does through the factors (N, c), in the order of samples and columns.
 
     Args:
         approximation: What was fitted.
         moment: The matrix it was fitted on.
-        left: Its factor A (m, m).
-        right: Its factor B (n, n).
-        h: The inner product of the matrix with A ⊗ B.
+        left_slope: Gives the slope of the cosine's logarithm in the left factor (m, m).
+        right_slope: The same in the right factor (n, n).
     """
     stream = moment.stream
-    powers = _powers(approximation, stream.shape)
-    if powers is None and not isinstance(approximation, (KfacReduce, KfacExpand)):
-        return torch.zeros(stream.num_samples, stream.columns, dtype=torch.float64)
-    grad_left = moment.left(right) / h - left / left.square().sum()
-    grad_right = moment.right(left) / h - right / right.square().sum()
-    if powers is None:
-        return _kfac_terms(stream, grad_left, grad_right, reduce=isinstance(approximation, KfacReduce))
+    if isinstance(approximation, (KfacReduce, KfacExpand)):
+        return _kfac_terms(stream, left_slope(), right_slope(), reduce=isinstance(approximation, KfacReduce))
     terms = torch.zeros(stream.num_samples, stream.columns, dtype=torch.float64)
+    powers = _powers(approximation, stream.shape)
+    if powers is None:
+        return terms
     factors = moment.factors()
     if powers[0]:
-        terms += moment.column_forms(_through_power(factors[0], grad_left, powers[0]), None)
+        terms += moment.column_forms(_through_power(factors[0], left_slope(), powers[0]), None)
     if powers[1]:
-        terms += moment.column_forms(None, _through_power(factors[1], grad_right, powers[1]))
+        terms += moment.column_forms(None, _through_power(factors[1], right_slope(), powers[1]))
     return terms
 
 

@@ -20,7 +20,7 @@ from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Detail, Row
 
-__all__ = ["Condition", "LayerStreams", "layer_rows"]
+__all__ = ["Condition", "LayerStreams", "estimated_cosine", "layer_rows"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def layer_rows(
     """
     truth = SecondMoment(streams.truth)
     batched = streams.batches.of(streams.fitted)
-    # with two of them, one table serves all
-    if sum(approximation.in_shampoo_basis for approximation in approximations) > 1:
+    # with two of them, one table serves all; of random columns only halves are fitted
+    if not streams.truth.random_columns and sum(approximation.in_shampoo_basis for approximation in approximations) > 1:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
     resampler, notes, silence = None, [streams.note], ""
@@ -100,7 +100,7 @@ def layer_rows(
         if silence:
             return Estimate(math.nan, math.nan, silence)
         if isinstance(resampler, RandomColumns):
-            return _from_columns(resampler, streams, approximation)
+            return estimated_cosine(resampler, streams, approximation, streams.batches)
         # an operator that is given does not vary with the labels that fits are drawn on
         given = approximation.fits_truth or isinstance(approximation, Given)
         if resampler is None or (resampler.fixed_truth and given):
@@ -150,7 +150,7 @@ def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | RandomColumns 
     if streams.resample is None:
         return None
     if streams.resample == "columns":
-        return RandomColumns(streams.truth)
+        return RandomColumns.of(streams.truth)
     if streams.resample == "samples":
         return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
     return _drawn_fit(streams)
@@ -163,16 +163,26 @@ def _drawn_fit(streams: LayerStreams) -> Resampler | OtherDraws:
     return Resampler(streams.truth, streams.fitted, "draws", fixed_truth=True)
 
 
-def _from_columns(columns: RandomColumns, streams: LayerStreams, approximation: Approximation) -> Estimate:
+def estimated_cosine(
+    columns: RandomColumns, streams: LayerStreams, approximation: Approximation, batches: FitBatches
+) -> Estimate:
+    """The cosine with a truth that is estimated from random columns.
+
+    Args:
+        columns: The truth.
+        streams: The layer's atoms.
+        approximation: What to fit.
+        batches: The batches it is fitted on.
+    """
     if isinstance(approximation, Given):
         return columns.cosine_with(approximation.fit(streams.truth))
     if approximation.fits_truth or streams.fitted is streams.truth:
         return columns.cosine(approximation)
-    fitted = streams.batches.of(streams.fitted) if approximation.uses_batches else streams.fitted
+    fitted = batches.of(streams.fitted) if approximation.uses_batches else streams.fitted
     estimate = columns.cosine_with(approximation.fit(fitted))
     if not streams.fitted.draws:
         return estimate
-    own = _resampled(_drawn_fit(streams), approximation, streams.batches)
+    own = _resampled(_drawn_fit(streams), approximation, batches)
     return checked(estimate.value, math.hypot(estimate.stderr, own.stderr))
 
 

@@ -24,9 +24,10 @@ from kronscope.kron.precision import exact_products
 from kronscope.measures.budget import affordable, size_text, sweeps
 from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, TruthColumns
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
+from kronscope.measures.estimated_curves import estimated_batch_sizes, estimated_exponents
 from kronscope.measures.estimates import RandomColumns
 from kronscope.measures.fits import Fit
-from kronscope.measures.layer import Condition, LayerStreams, layer_rows
+from kronscope.measures.layer import Condition, LayerStreams, estimated_cosine, layer_rows
 from kronscope.measures.operators import Given, given_operators
 from kronscope.measures.options import MeasureOptions
 from kronscope.measures.probes import Probes
@@ -346,28 +347,31 @@ class Measurement:
         self, kind: str, streams: LayerStreams, condition: Condition, approximations: Sequence[Approximation]
     ) -> Detail:
         batches, unusual = streams.batches, ""
-        estimated = RandomColumns(streams.truth) if streams.truth.random_columns else None
-        norm = None if estimated is None else estimated.norm
+        columns = RandomColumns.of(streams.truth) if streams.truth.random_columns else None
         values: dict[str, Any]
         if kind == "spectrum":
             values = kronecker_spectrum(streams.truth, self.options.spectrum_rank)
-            if estimated is not None:
-                values["ratio"] = estimated.cosine(get("optimal")).value
+            if columns is not None:
+                values["ratio"] = columns.cosine(get("optimal")).value
         elif kind == "exponents":
-            values, unusual = exponent_curve(streams.truth, batches.of(streams.fitted), norm=norm), batches.options
-            if estimated is not None and streams.fitted is streams.truth:
-                values["cosine"] = estimated.debiased(
-                    lambda part, size: exponent_curve(part, part, norm=size)["cosine"]
-                )
-        else:
+            fitted, unusual = batches.of(streams.fitted), batches.options
+            values = exponent_curve(streams.truth, fitted) if columns is None else estimated_exponents(columns, fitted)
+        elif columns is None:
             values = batch_size_curve(
                 streams.truth,
                 streams.fitted,
                 approximations,
                 replacement=batches.replacement,
                 labels=batches.labels,
-                norm=norm,
             )
+        else:
+            values = estimated_batch_sizes(
+                streams.fitted,
+                approximations,
+                lambda approximation, other: estimated_cosine(columns, streams, approximation, other),
+                batches,
+            )
+        if kind == "batch_sizes":
             unusual = replace(batches, size=2).options  # it has every size
         return condition.detail(kind, values, unusual)
 

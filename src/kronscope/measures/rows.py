@@ -11,7 +11,7 @@ from typing import Any
 
 from kronscope.approx import Approximation, options_of
 
-__all__ = ["COLUMNS", "Detail", "Row", "since", "variant_name", "variants"]
+__all__ = ["COLUMNS", "Detail", "Row", "curve_names", "since", "stderr_of", "variant_name", "variants"]
 
 COLUMNS = (
     "layer",
@@ -146,7 +146,8 @@ class Detail:
         batch_size: As in :class:`Row`.
         kind: ``spectrum`` (with ``sigma``, ``alpha_left``, ``alpha_right``, ``ratio``, ``left``, ``right``),
             ``exponents`` (with ``exponent``, ``cosine``) or ``batch_sizes`` (with ``batch_size`` and one curve per
-            approximation, named by its :attr:`Row.variant`).
+            approximation, named by its :attr:`Row.variant`). Where the truth is estimated there are standard errors
+            too: ``stderr``, and ``stderr of`` each curve.
         values: Lists of numbers, numbers and text, by name.
         options: As in :class:`Row`; for batches drawn without replacement, where that makes a difference.
 
@@ -198,6 +199,17 @@ class Detail:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def stderr_of(curve: str) -> str:
+    """The name of the series with a batch-size curve's standard errors."""
+    return f"stderr of {curve}"
+
+
+def curve_names(detail: Detail) -> list[str]:
+    """The approximations of a batch-size sweep that have values."""
+    errors = {stderr_of(name) for name in detail.values}
+    return [name for name in detail.values if name != "batch_size" and name not in errors and detail.series(name)]
 
 
 def _finite_or_nan(value: Any) -> float:

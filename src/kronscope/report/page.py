@@ -13,7 +13,7 @@ from kronscope.figures.figure2 import BARS, CURVES
 from kronscope.figures.style import TRUTHS, Style, condition_label, styles
 from kronscope.measures import schema
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Row
+from kronscope.measures.rows import Row, curve_names
 from kronscope.measures.table import setting_lines
 from kronscope.report.assemble import assemble, static
 from kronscope.support.files import write_atomically
@@ -129,7 +129,7 @@ def _approximations(parts: Iterable[Results]) -> Iterable[str]:
         yield from results.variants
         for detail in results.details:
             if detail.kind == "batch_sizes":
-                yield from (name for name in detail.values if name != "batch_size" and detail.series(name))
+                yield from curve_names(detail)
 
 
 def _title(runs: Mapping[str, Results]) -> str:
