@@ -260,6 +260,10 @@ def test_a_demo_that_was_interrupted_goes_on_and_one_that_ended_is_refused(
         _assert_refused(kronscope("demo", "--out", "out", "--seed", 1), "seed is 0 there, 1 was asked")
         ended = kronscope("demo", "--out", "out")
     assert ended.code == 0, ended.err
+    said = " ".join(ended.out.split())
+    assert "What the picture shows: each line says how much of a layer's curvature matrix" in said
+    assert re.search(r"Shampoo², are on average -?\d\.\d\d below the best", said)
+    assert said.endswith("python -m webbrowser out/report.html")
     assert steps[20:] == sorted(steps[20:])
     assert steps[20] > 0, "it went on from a checkpoint"
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "done.json"):

@@ -364,6 +364,23 @@ def test_the_table_fits_and_holds_every_name_and_number(width: Any, columns: int
         assert layer in starts
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("error", [math.nan, 0.01])
+@pytest.mark.parametrize("approximations", [("optimal", "shampoo2"), synthetic.ALL])
+def test_names_that_fit_into_a_line_are_never_broken(
+    width: Any, columns: int, error: float, approximations: tuple[str, ...]
+) -> None:
+    width(columns)
+    names = ["fc.weight", "model.layers.0.self_attn.q_proj.weight+model.layers.0.self_attn.k_proj.weight", "x" * 80]
+    rows = [row for name in names for row in synthetic.make_rows(name, names=approximations, error=error)]
+    lines = str(Results(rows)).splitlines()
+    assert max(map(len, lines)) <= columns
+    for name in names:
+        assert sum(line.split()[0] == name for line in lines if line) == 1
+    for row in rows:
+        assert f"{row.cosine:.4f}" in str(Results(rows))
+
+
 def test_few_approximations_stand_side_by_side(width: Any) -> None:
     width(100)
     lines = str(synthetic.one_step(3)).splitlines()

@@ -25,8 +25,8 @@ _MATRICES = {
     "adagrad": "Adagrad's matrix",
 }
 _MOST_LINES = 60
-_NARROWEST_LAYER = 20
-_ASCII = str.maketrans({"–": "-", "±": "+-", "×": "x", "…": "...", "·": "|", "²": "^2", "−": "-"})
+_GAP = 3
+_ASCII = str.maketrans({"–": "-", "±": "+-", "×": "x", "…": "...", "·": "|", "²": "^2", "−": "-", "─": "-"})
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,6 @@ def _render(results: Results, width: int, *, ascii_only: bool) -> str:
 
 def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterator[RenderableType]:
     """Renderables for a rich console: one table for each truth, labels and batch size, then what to know."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     def text(content: str, style: str = "") -> Text:
@@ -110,22 +108,40 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
         yield text(block.title, "bold")
         if block.subtitle:
             yield text(block.subtitle, "dim")
-        table = Table(box=box.ASCII2 if ascii_only else box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for column in block.columns:
-            name = text(column.title)
-            table.add_column(name, justify="right" if column.numeric else "left", overflow="fold")
-        # Numbers keep their line; a long layer name folds instead, so that nothing of it is lost.
-        widths = _widths(block.columns, block.lines)
-        spare = max(width - sum(widths[1:]) - 3 * (len(widths) - 1), 8)
-        for y, line in enumerate(block.lines):
-            cells = [line[0] if block.columns[0].numeric else _fold(line[0], spare), *line[1:]]
-            styles = ["bold green" if (y, x) in block.best else "" for x in range(len(cells))]
-            table.add_row(*map(text, cells, styles))
-        yield table
+        for cells in _lines(block, width):
+            line = Text()
+            for content, style in cells:
+                line.append_text(text(content, style))
+            line.rstrip()
+            yield line
         if block.left_out:
             yield text(block.left_out, "dim")
         yield text("")
     yield from (text(line, style) for line, style in _footer(results, notes))
+
+
+def _lines(block: _Block, width: int) -> Iterator[list[tuple[str, str]]]:
+    """Head, rule and lines of a table, as pieces of text with their styles.
+
+    Where layer names and numbers do not fit beside each other, a name has a line of its own above its numbers.
+    """
+    widths = _widths(block.columns, block.lines)
+    own_lines = not block.columns[0].numeric and sum(widths) + _GAP * (len(widths) - 1) > width
+    if own_lines:
+        widths[0] = len(block.columns[0].title)
+
+    def cell(content: str, x: int, style: str = "") -> tuple[str, str]:
+        content = content.rjust(widths[x]) if block.columns[x].numeric else content.ljust(widths[x])
+        return (" " * _GAP if x else "") + content, style
+
+    yield [cell(column.title, x) for x, column in enumerate(block.columns)]
+    yield [("─" * (sum(widths) + _GAP * (len(widths) - 1)), "")]
+    for y, line in enumerate(block.lines):
+        if own_lines:
+            # only a name that is longer than a line is broken
+            yield from ([(part, "")] for part in _fold(line[0], width).split("\n") if part)
+            line = ["", *line[1:]]
+        yield [cell(content, x, "bold green" if (y, x) in block.best else "") for x, content in enumerate(line)]
 
 
 def to_html(results: Results) -> str:
@@ -276,12 +292,12 @@ def _widths(columns: Sequence[_Column], lines: Sequence[Sequence[str]]) -> list[
 
 
 def _fits(form: _Form, width: int) -> bool:
-    """Whether the numbers fit beside layer names folded as far as they stay readable."""
-    widths = _widths(form[0], form[1])
-    names = sum(
-        max(0, size - _NARROWEST_LAYER) for size, column in zip(widths, form[0], strict=True) if not column.numeric
-    )
-    return sum(widths) - names + 3 * (len(widths) - 1) <= width
+    """Whether the numbers fit, beside layer names or below them."""
+    columns, lines, _ = form
+    widths = _widths(columns, lines)
+    if not columns[0].numeric:
+        widths[0] = len(columns[0].title)
+    return sum(widths) + _GAP * (len(widths) - 1) <= width
 
 
 def _duration(seconds: float) -> str:
