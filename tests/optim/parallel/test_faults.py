@@ -137,7 +137,8 @@ def test_a_process_that_hangs_is_an_error_on_the_others_and_changes_no_parameter
 def fails_half_way(mode: str) -> dict[str, Any]:
     """The exchange of the third step fails on all processes; then all go on from what was saved before."""
     model = wrapped(mode)
-    optimizer = made(mode, "shampoo", model.named_parameters())
+    # some matrices have roots that are due then, and some have none
+    optimizer = made(mode, "shampoo, whole", model.named_parameters())
     train(model, optimizer, range(2))
     before = values(model)
     saved = copy.deepcopy(optimizer.state_dict(part=True))
@@ -171,7 +172,7 @@ def fails_half_way(mode: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["ddp", "divided"])
 def test_a_step_that_fails_half_way_changes_no_parameter_and_is_not_gone_on_from(pool: Pool, mode: str) -> None:
     model = wrapped("single")
-    train(model, made("single", "shampoo", model.named_parameters()), range(5))
+    train(model, made("single", "shampoo, whole", model.named_parameters()), range(5))
     wanted = values(model)
     for report in pool.run(fails_half_way, 2, mode=mode):
         assert report["errors"][0] == "the connection was reset."
