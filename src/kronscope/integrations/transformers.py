@@ -1,4 +1,4 @@
-"""Transformers' Trainer: an optimizer with the right groups, and a callback that logs its metrics."""
+"""Transformers' Trainer: an optimizer with the right groups, and callbacks that log its metrics and watch the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kronscope.integrations.wrapped import last_metrics
 from kronscope.optim import param_groups
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.support.callers import callers_level
+from kronscope.watching import Watch, watch
 
-__all__ = ["MetricsCallback", "log_metrics", "optimizer"]
+__all__ = ["MetricsCallback", "WatchCallback", "log_metrics", "optimizer"]
 
 
 def optimizer(
@@ -90,6 +91,59 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # of type Any whe
             self._warned = True
             return
         self._log(state.global_step, values)
+
+
+class WatchCallback(TrainerCallback):  # type: ignore[misc]  # as above
+    """Watches the run of a Trainer, whatever its optimizer; a run that is resumed goes on in the same folder.
+
+    On every process of a distributed run; the first one writes and logs. The training loss that Trainer logs is in the
+    records.
+
+    Args:
+        every: Steps from one record to the next.
+        options: For :func:`kronscope.watch`: ``loss`` and ``data``, ``layers``, ``path``, ``log``, ``budget``, ...
+
+    Attributes:
+        watch: The :class:`kronscope.Watch`, once training has begun.
+
+    >>> from kronscope.integrations.loggers import CSV
+    >>> callback = WatchCallback(every=50, path="out/watch", log=CSV("out/watch.csv"))
+    """
+
+    def __init__(self, every: int = 100, **options: Any) -> None:
+        self._every, self._options = every, options
+        self.watch: Watch | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begin, or go on at the step of the checkpoint that was loaded."""
+        self.watch = watch(optimizer, model, self._every, start=state.global_step, **self._options)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take note of the training loss."""
+        if self.watch is not None and isinstance(loss := (logs or {}).get("loss"), float):
+            self.watch.note(loss=loss)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let go of the folder."""
+        if self.watch is not None:
+            self.watch.detach()
 
 
 def log_metrics(trainer: Trainer) -> MetricsCallback:
