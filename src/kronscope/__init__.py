@@ -12,6 +12,7 @@ optimizers that train with them.
 from __future__ import annotations
 
 from kronscope import approx, errors, integrations
+from kronscope.advising import Advice, advise
 from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
@@ -34,6 +35,7 @@ from kronscope.watching import Watch, watch
 __all__ = [
     "SOAP",
     "Adaptive",
+    "Advice",
     "Every",
     "Fit",
     "GradientHistory",
@@ -49,6 +51,7 @@ __all__ = [
     "Trace",
     "Warmup",
     "Watch",
+    "advise",
     "approx",
     "cosine",
     "errors",

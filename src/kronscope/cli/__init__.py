@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import kronscope
-from kronscope.cli import demo, measure, paper, report, watch
+from kronscope.cli import advise, demo, measure, paper, report, watch
 from kronscope.errors import KronscopeError
 from kronscope.support.launch import is_rank_0, process_group
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(paper.app, name="paper")
-for _name, _module in (("demo", demo), ("measure", measure), ("report", report), ("watch", watch)):
+for _name, _module in (("advise", advise), ("demo", demo), ("measure", measure), ("report", report), ("watch", watch)):
     app.command(_name)(_module.command)
 
 

@@ -39,6 +39,8 @@ DEFAULT_FLOOR = 64 * 2**20
 SKINNY_RATIO, SKINNY_LENGTH = 16, 1024
 # Below this width the short side's factor has next to nothing to say, and AdamW is better.
 LEAST_WIDTH = 4
+# Methods that keep one factor: which of the two sides has it.
+_SIDES = {"left": (True, False), "right": (False, True)}
 _BLOCK_SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
 
 
@@ -167,7 +169,8 @@ class LayoutOptions:
     """What decides a layout.
 
     Attributes:
-        method: ``"auto"``, ``"kronecker"`` or ``"adam"``.
+        method: ``"auto"``, ``"kronecker"``, ``"left"`` or ``"right"`` (a factor for the rows or the columns alone), or
+            ``"adam"``.
         view: ``"matrix"`` flattens from dimension 1; ``"modes"`` gives every dimension a factor; ``"experts"`` takes
             the first of three or more dimensions as a stack of matrices, each with factors of its own.
         merge: With ``"modes"``, neighbouring dimensions are merged while their product stays within this.
@@ -185,8 +188,8 @@ class LayoutOptions:
 
     def __post_init__(self) -> None:
         """Check each option."""
-        if self.method not in ("auto", "kronecker", "adam"):
-            raise OptionError(f"method must be 'auto', 'kronecker' or 'adam', got {self.method!r}.")
+        if self.method not in ("auto", "kronecker", "adam", *_SIDES):
+            raise OptionError(f"method must be 'auto', 'kronecker', 'left', 'right' or 'adam', got {self.method!r}.")
         if self.view not in ("matrix", "modes", "experts"):
             raise OptionError(f"view must be 'matrix', 'modes' or 'experts', got {self.view!r}.")
         for name in ("block_size", "merge"):
@@ -239,6 +242,11 @@ def plan_layout(
     if math.prod(shape) == 0:
         return Layout(shape, shape, (), "empty")
     view = _view(shape, options)
+    if options.method in _SIDES:
+        if len(view) != 2:
+            raise OptionError(f"method={options.method!r} needs a matrix, but a parameter {shape} is viewed as {view}.")
+        reason = f"one-sided (dimension {list(_SIDES).index(options.method)})"
+        return _cut(shape, view, options, options.block_size, _SIDES[options.method], reason)
     if options.block_size is not None:
         return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
     whole = _cut(shape, view, options, None, (True,) * len(view), "whole")
@@ -296,7 +304,7 @@ def _cheaper(layout: Layout, options: LayoutOptions) -> list[Layout]:
     """Cheaper treatments of the same parameter, best first: one-sided, then ever smaller blocks."""
     shape, view = layout.shape, layout.view
     found = [_one_sided(layout, options)] if len(view) == 2 and layout.reason.startswith("whole") else []
-    every = (True,) * len(view)
+    every = _SIDES.get(options.method, (True,) * len(view))
     longest = max(size for tile in layout.tiles for size in tile.block)
     blocks = [_cut(shape, view, options, b, every, f"blocks of {b}") for b in _BLOCK_SIZES if b < longest]
     return found + blocks

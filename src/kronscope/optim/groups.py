@@ -13,7 +13,7 @@ from kronscope.errors import OptionError
 from kronscope.optim.naming import plain_names
 from kronscope.optim.roles import roles_in
 
-__all__ = ["param_groups"]
+__all__ = ["is_fused", "param_groups"]
 
 _FUSED_NAMES = ("in_proj_weight", "qkv", "wqkv", "query_key_value", "c_attn")
 
@@ -68,11 +68,13 @@ def param_groups(
             key = "vectors"
             if not decay_vectors:
                 options.setdefault("weight_decay", 0.0)
-        elif split_qkv and _is_fused(name, param):
+        elif split_qkv and is_fused(name, param):
             key = "fused"
             options.setdefault("split", 3)
         else:
             key = "matrices"
+            if split_qkv:
+                _warn_if_side_by_side(name, param)
         group = groups.setdefault(f"{key} {sorted(options.items(), key=str)}", {"params": [], "roles": [], **options})
         group["params"].append((name, param))
         group["roles"].append(role)
@@ -93,15 +95,29 @@ def _override(
     return {}
 
 
-def _is_fused(name: str, param: Tensor) -> bool:
-    if param.ndim != 2 or not any(part in _FUSED_NAMES for part in name.lower().split(".")):
-        return False
-    if param.shape[1] == 3 * param.shape[0]:
+def is_fused(name: str, param: Tensor) -> bool:
+    """Whether a weight holds query, key and value, one above the other.
+
+    >>> import torch
+    >>> is_fused("attn.qkv.weight", torch.empty(12, 4)), is_fused("attn.proj.weight", torch.empty(12, 4))
+    (True, False)
+    """
+    return _has_fused_name(name, param) and param.shape[0] % 3 == 0 and not _is_side_by_side(param)
+
+
+def _has_fused_name(name: str, param: Tensor) -> bool:
+    return param.ndim == 2 and any(part in _FUSED_NAMES for part in name.lower().split("."))
+
+
+def _is_side_by_side(param: Tensor) -> bool:
+    return param.shape[1] == 3 * param.shape[0]
+
+
+def _warn_if_side_by_side(name: str, param: Tensor) -> None:
+    if _has_fused_name(name, param) and _is_side_by_side(param):
         warnings.warn(
             f"{name} {tuple(param.shape)} holds query, key and value side by side, as transformers' Conv1D does; "
             f"split_qkv cuts rows, so it stays whole.",
             UserWarning,
             stacklevel=3,
         )
-        return False
-    return param.shape[0] % 3 == 0

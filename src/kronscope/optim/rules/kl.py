@@ -173,7 +173,7 @@ class KLShampoo(KroneckerOptimizer):
         nesterov: bool = False,
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,
-        method: Literal["auto", "kronecker", "adam"] = "auto",
+        method: Literal["auto", "kronecker", "left", "right", "adam"] = "auto",
         view: Literal["matrix", "modes", "experts"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,

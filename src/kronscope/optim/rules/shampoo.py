@@ -119,7 +119,8 @@ class Shampoo(KroneckerOptimizer):
             only where it agrees with the update).
         maximize: Maximise the loss instead of minimising it.
         method: ``"auto"`` gives AdamW to 0-D and 1-D parameters, embeddings and heads; ``"kronecker"`` preconditions
-            all parameters, ``"adam"`` gives AdamW to all.
+            all parameters, ``"left"`` and ``"right"`` with the factor of the rows or of the columns alone; ``"adam"``
+            gives AdamW to all.
         view: ``"matrix"`` flattens all dimensions from the second on, ``"modes"`` gives every dimension a factor, and
             ``"experts"`` takes the first dimension as a stack of matrices (experts are also recognised by their names).
         merge: With ``view="modes"``: neighbouring dimensions are merged as long as their product is at most this.
@@ -167,7 +168,7 @@ class Shampoo(KroneckerOptimizer):
         nesterov: bool = False,
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,
-        method: Literal["auto", "kronecker", "adam"] = "auto",
+        method: Literal["auto", "kronecker", "left", "right", "adam"] = "auto",
         view: Literal["matrix", "modes", "experts"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,

@@ -164,7 +164,7 @@ class SOAP(KroneckerOptimizer):
         memory_budget: float | None = None,
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,
-        method: Literal["auto", "kronecker", "adam"] = "auto",
+        method: Literal["auto", "kronecker", "left", "right", "adam"] = "auto",
         view: Literal["matrix", "modes", "experts"] = "matrix",
         merge: int = 0,
         split: int | tuple[int, ...] | None = None,

@@ -1,0 +1,315 @@
+"""Advice for a whole model: for every layer what fits its curvature, what that costs, and what to set."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronscope.advising.candidates import Candidate, by_kind, candidates
+from kronscope.errors import LayerError, OptionError
+from kronscope.gradients.matrices import resolve_layers, unwrap
+from kronscope.measures import Results
+from kronscope.measures.measure import measure
+from kronscope.optim import Shampoo, param_groups
+from kronscope.optim.base import KroneckerOptimizer
+from kronscope.optim.explain import table
+from kronscope.support.files import write_json
+
+__all__ = ["Advice", "LayerAdvice", "Option", "advise"]
+
+# A cheaper option must save this part of what a step of the whole model costs.
+WORTH_IT = 0.01
+TITLES = {
+    "shampoo2": "both sides",
+    "left": "one-sided L",
+    "right": "one-sided R",
+    "diagonal": "diagonal",
+    "blocks": "blocks",
+    "split": "split q, k, v",
+    "heads": "split by heads",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to precondition a layer.
+
+    Attributes:
+        name: ``shampoo2`` (both sides), ``left``, ``right``, ``diagonal``, ``blocks``, ``split`` or ``heads``.
+        settings: What to set in a parameter group for it.
+        cosine: With the layer's Gauss–Newton matrix; NaN where it could not be measured.
+        milliseconds: Estimate of what it costs in a step of this machine, roots spread over their period.
+        bytes: Of its state.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    cosine: float
+    milliseconds: float
+    bytes: int
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        size = self.settings.get("block_size")
+        return f"{TITLES[self.name]} of {size}" if size else TITLES[self.name]
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """What fits one layer.
+
+    Attributes:
+        layer: The parameter's name.
+        shape: Its (m, n) as a matrix.
+        optimal: The cosine of the best Kronecker product there is.
+        options: What was compared, the best fit first.
+        choice: The recommended one.
+        reason: Why.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    optimal: float
+    options: tuple[Option, ...]
+    choice: Option
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to set for each layer of a model; print it for a table. Made by :func:`advise`.
+
+    Attributes:
+        layers: One entry for each measured layer.
+        results: The cosines behind it.
+        tolerance: How much cosine a cheaper option may lose.
+
+    >>> torch.manual_seed(0) and None
+    >>> model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> data = [(torch.randn(16, 6), torch.randint(3, (16,)))]
+    >>> advice = advise(model, nn.CrossEntropyLoss(), data)
+    >>> [entry.layer for entry in advice.layers]
+    ['0.weight', '2.weight']
+    """
+
+    layers: tuple[LayerAdvice, ...]
+    results: Results
+    tolerance: float
+
+    def param_groups(self, model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+        """Return parameter groups that train a model as recommended.
+
+        Args:
+            model: The model, or another one with the same parameters.
+            options: For :func:`kronscope.param_groups`, such as ``decay_vectors``.
+
+        Returns:
+            Groups for :class:`Shampoo`, :class:`SOAP` and :class:`KLShampoo`.
+
+        Raises:
+            OptionError: the model has no parameter of a name that the advice is for.
+        """
+        settings = {entry.layer: entry.choice.settings for entry in self.layers}
+        return param_groups(unwrap(model), overrides=settings, **options)
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write ``advice.json`` and the page ``advice.html`` to a folder.
+
+        Args:
+            folder: The folder; it is made if it is not there.
+
+        Returns:
+            The paths of both.
+        """
+        from kronscope.advising.page import to_data
+
+        path = write_json(Path(folder) / "advice.json", to_data(self))
+        return [path, self.report(Path(folder) / "advice.html")]
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page with all options of all layers.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The path.
+        """
+        from kronscope.advising.page import write_page
+
+        return write_page(self, path)
+
+    def __str__(self) -> str:
+        header = ("layer", "shape", "best fit", "recommended", "cosine", "ms", "why")
+        lines = [
+            (
+                entry.layer,
+                "×".join(map(str, entry.shape)),
+                f"{entry.options[0].title} {entry.options[0].cosine:.2f}",
+                entry.choice.title,
+                f"{entry.choice.cosine:.2f}",
+                f"{entry.choice.milliseconds:.2g}",
+                entry.reason,
+            )
+            for entry in self.layers
+        ]
+        return table(header, lines)
+
+
+def advise(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Iterable[Any],
+    layers: Sequence[str] | str | None = None,
+    *,
+    tolerance: float = 0.05,
+    family: Callable[..., KroneckerOptimizer] | None = None,
+    max_samples: int | None = None,
+    seed: int = 0,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    memory_budget: int | str | None = None,
+    accuracy: float = 0.02,
+    max_columns: int | None = 256,
+    progress: bool = True,
+) -> Advice:
+    """Tell for every layer which preconditioner fits its curvature, what it costs, and what to set.
+
+    Compared are Shampoo² of the whole matrix, one factor alone (L or R), the diagonal (Adam's), blocks, and where there
+    are any, query, key and value or heads by themselves; all against the Gauss–Newton matrix. Recommended is the one
+    that fits best, or the cheapest whose cosine is at most ``tolerance`` below, if that saves at least a hundredth of
+    the whole model's step.
+
+    Args:
+        model: The model, best after some training: curvature changes most in the first steps.
+        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
+        data: Batches ``(inputs, targets)``, as for :func:`kronscope.measure`.
+        layers: Names or globs of whole parameters; None takes every matrix that is trained.
+        tolerance: How much cosine a cheaper option may lose.
+        family: The optimizer whose costs are estimated; None for :class:`Shampoo`.
+        max_samples: Use only the first samples.
+        seed: Of random columns, where there are very many classes.
+        forward: ``(model, inputs) -> outputs`` for models with their own conventions.
+        memory_budget: Bytes, or a text such as ``"2GiB"``, for measuring.
+        accuracy: The standard error to reach where the matrix itself is estimated.
+        max_columns: Estimate it where exact labels need more columns for each sample than this.
+        progress: Show a progress bar on a terminal.
+
+    Returns:
+        The advice; print it for a table, and pass ``advice.param_groups(model)`` to an optimizer.
+
+    Raises:
+        OptionError: an argument is not among the allowed values.
+        LayerError: a layer does not exist, is no whole matrix, or is not trained.
+        KronscopeError: as :func:`kronscope.measure` does.
+
+    >>> import kronscope as ks
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> data = [(torch.randn(16, 6), torch.randint(3, (16,)))]
+    >>> advice = ks.advise(model, nn.CrossEntropyLoss(), data)
+    >>> optimizer = ks.Shampoo(advice.param_groups(model), lr=1e-3)
+    """
+    if not 0 <= tolerance < 1:
+        raise OptionError(f"tolerance must be a number between 0 and 1, got {tolerance!r}.")
+    inner = unwrap(model)
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    chosen: dict[str, list[Candidate]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for spec in resolve_layers(model, layers):
+        (name, *others), parameter = spec.parameters, parameters[spec.parameters[0]]
+        if others or spec.shape[0] != parameter.shape[0]:
+            raise LayerError(f"layer {spec.name!r}: advice is for whole parameters, not for parts or stacks of them.")
+        if parameter.requires_grad:
+            chosen[name], shapes[name] = candidates(name, parameter, inner), spec.shape
+        elif layers is not None:
+            raise LayerError(f"layer {name!r} is not trained (requires_grad is False); leave it out.")
+    if not chosen:
+        raise LayerError("the model trains no matrix: there is nothing to advise on.")
+    parts = [
+        measure(
+            model,
+            loss,
+            data,
+            layers=names if layers is not None or len(names) < len(chosen) else None,
+            approximations=("optimal", *kind),
+            max_samples=max_samples,
+            seed=seed,
+            forward=forward,
+            memory_budget=memory_budget,
+            accuracy=accuracy,
+            max_columns=max_columns,
+            progress=progress,
+        )
+        for kind, names in by_kind(chosen).items()
+    ]
+    results = parts[0].merge(*parts[1:])
+    prices = _prices({name: chosen[name] for name in results.layers if name in chosen}, parameters, family or Shampoo)
+    options = {
+        name: _options(results.select(layer=name), chosen[name], prices[name]) for name in chosen if name in prices
+    }
+    least = WORTH_IT * sum(several[0].milliseconds for several in options.values())
+    optimal = {row.layer: row.cosine for row in results.select(approximation="optimal")}
+    found = []
+    for name, several in options.items():
+        choice, reason = _choice(several, tolerance, least)
+        found.append(LayerAdvice(name, shapes[name], optimal[name], several, choice, reason))
+    return Advice(tuple(found), results, tolerance)
+
+
+def _prices(
+    chosen: dict[str, list[Candidate]], parameters: dict[str, nn.Parameter], family: Callable[..., KroneckerOptimizer]
+) -> dict[str, list[tuple[float, int]]]:
+    """Milliseconds and bytes of each candidate, from the plan of an optimizer that has nothing but shapes."""
+    groups = [
+        {
+            "params": [(f"{name} {place}", torch.empty_like(parameters[name], device="meta").requires_grad_())],
+            # each by itself: candidates must not share a budget
+            "memory_budget": math.inf,
+            **one.options,
+        }
+        for name, several in chosen.items()
+        for place, one in enumerate(several)
+    ]
+    plan = family(groups, lr=1e-3).explain()
+    rate = plan.rate or 1e10
+    rows = iter(plan.rows)
+    return {name: [(1e3 * row.cost / rate, row.bytes) for _, row in zip(s, rows)] for name, s in chosen.items()}  # noqa: B905
+
+
+def _options(results: Results, several: Sequence[Candidate], prices: Sequence[tuple[float, int]]) -> tuple[Option, ...]:
+    """What was compared for a layer, the best fit first and what could not be measured last."""
+    cosines = {row.approximation: row.cosine for row in results}
+    found = [
+        Option(one.name, dict(one.options), cosines.get(one.name, math.nan), *price)
+        for one, price in zip(several, prices, strict=True)
+    ]
+    return tuple(sorted(found, key=lambda one: math.inf if math.isnan(one.cosine) else -one.cosine))
+
+
+def _choice(options: Sequence[Option], tolerance: float, least: float) -> tuple[Option, str]:
+    """The recommended option of a layer and why; a cheaper one must save ``least`` milliseconds."""
+    best = options[0]
+    if math.isnan(best.cosine):
+        return min(options, key=lambda one: one.milliseconds), "nothing could be measured: the cheapest"
+    near = [one for one in options if one.cosine >= best.cosine - tolerance]
+    choice = min(near, key=lambda one: one.milliseconds)
+    if best.milliseconds - choice.milliseconds >= max(least, 1e-12):
+        below = best.cosine - choice.cosine
+        return choice, f"{_share(choice, best)} cheaper than {best.title}, and {below:.2f} below it"
+    cheaper = [one for one in options if best.milliseconds - one.milliseconds >= max(least, 1e-12)]
+    if not cheaper:
+        return best, "the best fit; others save next to nothing"
+    nearest = max(cheaper, key=lambda one: -math.inf if math.isnan(one.cosine) else one.cosine)
+    return best, f"{nearest.title} would save {_share(nearest, best)} of the time but reaches {nearest.cosine:.2f}"
+
+
+def _share(cheap: Option, dear: Option) -> str:
+    return f"{100 * (1 - cheap.milliseconds / dear.milliseconds):.0f} %"

@@ -1,0 +1,68 @@
+"""``kronscope advise``: what to set for each layer of a model of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kronscope.advising import Advice, advise
+from kronscope.cli.terminal import open_console, say_where, unused
+from kronscope.measures import Results
+from kronscope.runs.measurement import run_measurement
+from kronscope.support.launch import is_rank_0
+from kronscope.targets import load_data, load_loss, load_model
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")],
+    data: Annotated[
+        str,
+        typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
+    ],
+    loss: Annotated[str, typer.Option(help="cross-entropy, mse or bce.")] = "cross-entropy",
+    checkpoint: Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="Layer to advise on; may be given several times.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Use only the first samples.")] = None,
+    tolerance: Annotated[float, typer.Option(help="How much cosine a cheaper option may lose.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of random columns.")] = 0,
+    memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/advise.")] = None,
+) -> None:
+    """Tell for every layer of a model which preconditioner fits, what it costs and what to set."""
+    if not is_rank_0():
+        return  # it is for one process
+    console = open_console()
+    network = load_model(model, checkpoint)
+    batches = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    criterion = load_loss(loss)
+    asked = {"layer": layer, "max_samples": max_samples, "tolerance": tolerance, "seed": seed}
+    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
+    target = unused(Path("runs/advise")) if out is None else out
+    found: list[Advice] = []
+
+    def measured() -> Results:
+        found.append(
+            advise(
+                network,
+                criterion,
+                batches,
+                layers=layer,
+                tolerance=tolerance,
+                max_samples=max_samples,
+                seed=seed,
+                memory_budget=memory_budget,
+                progress=console.is_terminal,
+            )
+        )
+        return found[0].results
+
+    config = {"command": "advise", **sources, **asked, "memory_budget": memory_budget}
+    _, written = run_measurement(target, config, measured)
+    if found:
+        console.print(str(found[0]), highlight=False, soft_wrap=True, markup=False)
+        written += found[0].save(target)
+    say_where(console, written)
