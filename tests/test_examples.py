@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each must print besides a table of cosines.
 PRINTS = {
+    "advise_cnn": "after 60 steps",
     "custom_approximation": "adafactor keeps the promises of an approximation",
     "history_adagrad": "Cosine with Adagrad's matrix",
     "measure_digits": "wrote",
@@ -28,8 +29,10 @@ TOGETHER = {"ddp": "replicated over 2 processes", "fsdp2": "sharded over 2 proce
 
 # Those that train on one process, what they need, and what they print besides losses that fall.
 TRAINING = {
+    "lightning_watch": (("lightning",), "records of one run:"),
     "train_digits": (("sklearn", "matplotlib"), "KLShampoo"),
     "trainer": (("transformers", "accelerate"), "the weights are the same to the bit"),
+    "watch_gpt": (("pandas",), "warnings:"),
 }
 
 

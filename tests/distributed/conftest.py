@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import measuring, recording
+from tests.distributed import measuring, recording, watching
 from tests.distributed.processes import SECONDS, run_everywhere
 
-CASES = {**measuring.CASES, **recording.CASES}
+CASES = {**measuring.CASES, **recording.CASES, **watching.CASES}
 
 
 @pytest.fixture(scope="session", params=[2, 3], ids=["two", "three"])

@@ -118,7 +118,10 @@ def _live(name: str, optimizer: Optimizer, spec: LayerSpec, parameters: Mapping[
     state = optimizer.state.get(weight, {})
     for key in _SECOND_MOMENTS:
         if key in state:
-            return Given(name, Diagonal(wide(state[key].detach()).reshape(spec.shape)))
+            moment = state[key].detach()
+            # of a sharded parameter all processes have a part
+            moment = moment.full_tensor() if hasattr(moment, "full_tensor") else moment
+            return Given(name, Diagonal(wide(moment).reshape(spec.shape)))
     if not state:
         return Given(name, None, f"{name} has no state of {parameter} yet; it needs a step first")
     return Given(name, None, f"{type(optimizer).__name__} keeps no second moment of {parameter}")

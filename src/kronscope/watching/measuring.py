@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import DataError, KronscopeError, LayerError, MemoryBudgetError, OptionError
 from kronscope.gradients.losses import read_loss
+from kronscope.gradients.matrices import resolve_layers
+from kronscope.kron import Operator
 from kronscope.measures.measure import measure
+from kronscope.measures.operators import OperatorSource, given_operators
 from kronscope.measures.rows import Row
 from kronscope.support.processes import Processes
+from kronscope.watching.plain import is_sharded, plain_copy
 
 __all__ = ["Measuring"]
 
@@ -112,14 +116,18 @@ class Measuring:
 
     def _measured(self, names: list[str], step: int) -> Sequence[Row]:
         started = time.perf_counter()
+        model, live = self.model, cast("OperatorSource", self.optimizer)
+        if is_sharded(model):
+            live = self._operators(names)
+            model = plain_copy(model)
         try:
             results = measure(
-                self.model,
+                model,
                 self.loss,
                 self.data,
                 layers=names,
                 approximations=("optimal", "shampoo2"),
-                operators={"live": self.optimizer},
+                operators={"live": live},
                 max_samples=self.max_samples,
                 forward=self.forward,
                 step=step,
@@ -135,3 +143,14 @@ class Measuring:
         if results.partial:
             raise KeyboardInterrupt
         return results.rows
+
+    def _operators(self, names: list[str]) -> dict[str, Operator]:
+        """What the optimizer holds for sharded layers, as whole operators; for that all processes are here."""
+        specs = resolve_layers(self.model, names)
+        found = given_operators({"live": self.optimizer}, self.model, specs)
+        whole: dict[str, Operator] = {}
+        for spec in specs:
+            given = found[spec.name][0].operator
+            if given is not None:
+                whole[spec.name] = given
+        return whole
