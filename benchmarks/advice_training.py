@@ -3,7 +3,7 @@
     python benchmarks/advice_training.py --data-dir DIR [--seeds 3] [--out benchmarks/records/advice_training.json]
 
 Workloads and models are those of ``optim_training.py``. For each: a first run of the defaults for 50 steps, on whose
-model ``ks.advise`` looks at 32 training samples (8 sequences of text); then runs from scratch with the defaults
+model ``ks.advise`` looks at 32 training samples (2 sequences of text); then runs from scratch with the defaults
 (``ks.Shampoo(ks.param_groups(model))``) and with ``advice.param_groups(model)``, from the same seeds and batches.
 Losses are on held-out data after the last step, seconds are CPU time of one thread, the advice's own apart.
 """
@@ -57,7 +57,7 @@ def advice_for(name: str, build: Any, batches: Any, rate: float) -> tuple[Any, f
     x, y = next(batches(10**6 + 1))
     forward = None
     if name == "chars":
-        x, y = x[:8], y.view(len(x), -1)[:8]
+        x, y = x[:2], y.view(len(x), -1)[:2]
 
         def forward(model: nn.Module, tokens: Tensor) -> Tensor:
             logits: Tensor = model(tokens)
@@ -65,7 +65,7 @@ def advice_for(name: str, build: Any, batches: Any, rate: float) -> tuple[Any, f
 
     started = time.thread_time()
     advice = ks.advise(
-        model, nn.CrossEntropyLoss(), [(x[:32], y[:32])], forward=forward, max_columns=64, accuracy=0.05, progress=False
+        model, nn.CrossEntropyLoss(), [(x[:32], y[:32])], forward=forward, max_columns=32, accuracy=0.1, progress=False
     )
     return advice, time.thread_time() - started
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def trained(place: Place, family: str, *, sharded: bool, parallel: str, path: An
     watch = None
     if path is not None:
         data = [(inputs[0][own], targets[0][own])]
-        watch = ks.watch(optimizer, wrapped, 2, nn.CrossEntropyLoss(), data, path=path, budget=1e9)
+        watch = ks.watch(optimizer, wrapped, 2, nn.CrossEntropyLoss(), data, path=path, budget=math.inf)
     for batch, labels in zip(inputs, targets, strict=True):
         optimizer.zero_grad()
         nn.functional.cross_entropy(wrapped(batch[own]), labels[own]).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -89,7 +90,12 @@ def test_trainer_with_adamw_and_cosines(trainer_runs: ModuleType, tmp_path: Path
         return logits.transpose(1, 2)
 
     callback = ks.integrations.transformers.WatchCallback(
-        every=2, loss=nn.CrossEntropyLoss(), data=data, forward=forward, log=CSV(tmp_path / "watch.csv"), budget=1e9
+        every=2,
+        loss=nn.CrossEntropyLoss(),
+        data=data,
+        forward=forward,
+        log=CSV(tmp_path / "watch.csv"),
+        budget=math.inf,
     )
     found = []
     for callbacks in ([callback], []):

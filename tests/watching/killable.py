@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def work(folder: Path) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
         done = saved["step"]
-    with ks.watch(optimizer, model, EVERY, LOSS, [points()], path=folder / "watch", budget=1e9):
+    with ks.watch(optimizer, model, EVERY, LOSS, [points()], path=folder / "watch", budget=math.inf):
         for step in range(done + 1, STEPS + 1):
             train(model, optimizer, 1, first=step)
             time.sleep(0.002)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import shutil
 import threading
 import time
@@ -92,7 +93,10 @@ def test_the_page_grows_while_a_run_goes_on(page: Browser, tmp_path: Path) -> No
     model = network()
     optimizer = OPTIMIZERS["shampoo"](model)
     folder = tmp_path / "my run"
-    with ks.watch(optimizer, model, 2, LOSS, [points()], path=folder, budget=1e9) as watch, serving(folder) as server:
+    with (
+        ks.watch(optimizer, model, 2, LOSS, [points()], path=folder, budget=math.inf) as watch,
+        serving(folder) as server,
+    ):
         page.open(server.url)
         wait(page, shows("waiting for the first record"))
         assert page.text("h1") == "my run"

@@ -93,7 +93,7 @@ def test_a_layer_may_be_rows_or_a_stack() -> None:
 def test_cosines_are_those_of_measure() -> None:
     model = network()
     optimizer = OPTIMIZERS["adamw"](model)
-    with ks.watch(optimizer, model, every=4, loss=LOSS, data=[points()]) as watch:
+    with ks.watch(optimizer, model, every=4, loss=LOSS, data=[points()], budget=math.inf) as watch:
         train(model, optimizer, 4)
     model.eval()
     measured = ks.measure(

@@ -20,6 +20,7 @@ from kronscope.measures.measure import measure
 from kronscope.optim import Shampoo, param_groups
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.explain import table
+from kronscope.optim.roles import roles_in
 from kronscope.support.files import write_json
 
 __all__ = ["Advice", "LayerAdvice", "Option", "advise"]
@@ -171,6 +172,7 @@ def advise(
     layers: Sequence[str] | str | None = None,
     *,
     tolerance: float = 0.05,
+    tables: bool = False,
     family: Callable[..., KroneckerOptimizer] | None = None,
     max_samples: int | None = None,
     seed: int = 0,
@@ -193,6 +195,8 @@ def advise(
         data: Batches ``(inputs, targets)``, as for :func:`kronscope.measure`.
         layers: Names or globs of whole parameters; None takes every matrix that is trained.
         tolerance: How much cosine a cheaper option may lose.
+        tables: Recommend for embeddings and heads what fits them, too. If not they keep AdamW, as by default: in our
+            trials factors helped them only at large learning rates.
         family: The optimizer whose costs are estimated; None for :class:`Shampoo`.
         max_samples: Use only the first samples.
         seed: Of random columns, where there are very many classes.
@@ -258,8 +262,14 @@ def advise(
     least = WORTH_IT * sum(several[0].milliseconds for several in options.values())
     optimal = {row.layer: row.cosine for row in results.select(approximation="optimal")}
     found = []
+    roles = {} if tables else roles_in(inner)
     for name, several in options.items():
-        choice, reason = _choice(several, tolerance, least)
+        role = roles.get(parameters[name], "")
+        if role in ("embedding", "head"):
+            (choice,) = [one for one in several if one.name == "diagonal"]
+            reason = f"AdamW, as for every {role}; {several[0].title} has {several[0].cosine:.2f}"
+        else:
+            choice, reason = _choice(several, tolerance, least)
         found.append(LayerAdvice(name, shapes[name], optimal[name], several, choice, reason))
     return Advice(tuple(found), results, tolerance)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,8 @@ class Measuring:
         left = len(self.layers) - turns
         if left <= 0 or self.cost is None:
             return min(max(left, 0), 1)
+        if math.isinf(self.budget):
+            return left
         batch = min(left, max(1, int(LONGEST / self.cost)) - turns)
         credit = max(self.budget * training, LONGEST) - self.seconds
         return max(batch, 0) if self.cost * batch <= credit else 0
