@@ -70,7 +70,7 @@ sphinx_gallery_conf = {
     "examples_dirs": str(staged_examples(HERE.parent / "examples", HERE.parent / "build" / "examples")),
     "gallery_dirs": "gallery",
     # the others need torchrun, or packages that are not installed here
-    "filename_pattern": r"(measure_\w+|history_\w+|custom_\w+|train_\w+)\.py$",
+    "filename_pattern": r"(measure_\w+|history_\w+|custom_\w+|train_\w+|watch_\w+|advise_\w+)\.py$",
     "within_subsection_order": example_order,
     "image_scrapers": (picture_scraper,),
     "matplotlib_animations": False,

@@ -14,7 +14,10 @@ _ORDER = (
     "measure_transformer",
     "custom_approximation",
     "train_digits",
+    "watch_gpt",
+    "advise_cnn",
     "trainer",
+    "lightning_watch",
     "ddp",
     "fsdp2",
 )
