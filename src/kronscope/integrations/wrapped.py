@@ -70,8 +70,9 @@ def last_metrics(optimizer: object) -> dict[str, float]:
         OptionError: the optimizer inside is not one of ours.
 
     >>> import torch, kronscope as ks
-    >>> last_metrics(ks.Shampoo(torch.nn.Linear(3, 2).named_parameters(), lr=1e-3))
-    {'kronscope/skipped_steps': 0.0}
+    >>> found = last_metrics(ks.Shampoo(torch.nn.Linear(3, 2).named_parameters(), lr=1e-3))
+    >>> found["kronscope/step"], found["kronscope/skipped_steps"]
+    (0.0, 0.0)
     """
     return {f"{PREFIX}{name}": value for name, value in unwrap(optimizer).metrics().items()}
 
