@@ -391,3 +391,45 @@ def test_the_installed_command_runs() -> None:
     )
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+# ---------------------------------------------------------------------- watch and advise
+
+
+def test_watch_serves_a_run_and_opens_its_page(
+    kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kronscope.watching.server import LiveServer
+    from tests.watching.running import OPTIMIZERS, network, train
+
+    model = network()
+    optimizer = OPTIMIZERS["adamw"](model)
+    with ks.watch(optimizer, model, every=1, path=tmp_path / "run"):
+        train(model, optimizer, 2)
+
+    def interrupted(server: LiveServer) -> None:
+        raise KeyboardInterrupt
+
+    opened: list[str] = []
+    monkeypatch.setattr(LiveServer, "serve_forever", interrupted)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    ended = kronscope("watch", "run", "--open")
+    assert ended.code == 0
+    assert ended.out.startswith("http://127.0.0.1:")
+    assert opened == [ended.out.split()[0]]
+    assert kronscope("watch", "run").code == 0
+    assert len(opened) == 1
+    _assert_refused(kronscope("watch", "elsewhere"), "holds no run")
+
+
+def test_advise_leaves_advice_and_results(kronscope: Command, tmp_path: Path) -> None:
+    ended = kronscope("advise", "mine:build", "--data", "mine:data", "--max-samples", 8, "--out", "advice")
+    assert ended.code == 0, ended.err
+    assert "recommended" in ended.out
+    assert "0.weight" in ended.out
+    names = {path.name for path in (tmp_path / "advice").iterdir()}
+    assert {"advice.json", "advice.html", "results.json", "report.html", "config.json", "figure.png"} <= names
+    found = json.loads((tmp_path / "advice" / "advice.json").read_text())
+    assert [entry["layer"] for entry in found["layers"]] == ["0.weight", "2.weight"]
+    assert {row.samples for row in ks.Results.load(tmp_path / "advice" / "results.json")} == {8}
+    _assert_refused(kronscope("advise", "mine:build", "--data", "mine:data", "--tolerance", 2), "tolerance must be")

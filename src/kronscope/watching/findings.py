@@ -51,7 +51,7 @@ def findings(layers: Sequence[str], record: Mapping[str, Any], before: Mapping[s
         found.append(f"a step moves {layers[hit[0]]}{hit[2]} by {hit[1]:.1g} of its size: it hardly trains")
     if (hit := worst("residual", lambda value: value > OFF)) and (age := values("staleness")[hit[0]]):
         found.append(
-            f"roots of {layers[hit[0]]}{hit[2]} are {_many(int(age), 'step')} old and {hit[1]:.2g} off: take them more "
+            f"roots of {layers[hit[0]]}{hit[2]} are {_many(int(age), 'step')} old and {hit[1]:.3g} off: take them more "
             f"often (refresh)"
         )
     return found + _cosines(record["cosines"])

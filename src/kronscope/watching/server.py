@@ -42,12 +42,13 @@ class LiveServer(ThreadingHTTPServer):
         self.folder = folder
         records = WatchRecords.load(folder)
         layers = [{"name": name, "rows": m, "cols": n} for name, (m, n) in records.layers.items()]
-        scripts = [*(static(name) for name in ("nodes.js", "marks.js", "charts.js")), static("live.js", __package__)]
+        shared = [static(name) for name in ("nodes.js", "marks.js", "charts.js")]
+        own = [static(name, __package__) for name in ("live_charts.js", "live.js")]
         self.page = assemble(
             static("live.html", __package__),
             folder.resolve().name,
             static("report.css") + static("live.css", __package__),
-            scripts,
+            [*shared, *own],
             {"layers": layers, "optimizer": Run.open(folder).config["optimizer"]},
             fetches=True,
         ).encode("utf-8", "replace")
