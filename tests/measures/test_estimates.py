@@ -61,7 +61,7 @@ def test_fixed_and_random_columns_add_up_to_the_hessian_in_expectation(loss: nn.
     class Every(Draws):
         """All sign patterns of three classes and two tokens, each once."""
 
-        def signs(self, number: int, size: int) -> Tensor:
+        def signs(self, number: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
             patterns = list(itertools.product((-1.0, 1.0), repeat=size))
             return torch.tensor(patterns[number], dtype=torch.float64).expand(2, -1).clone()
 

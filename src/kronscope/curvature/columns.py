@@ -2,12 +2,14 @@ r"""Contractions of a stream column by column, instead of summed up: what error 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
 
-__all__ = ["column_forms", "column_pair_sums"]
+__all__ = ["PairSums", "column_forms", "column_pair_sums"]
 
 # Entries of the largest intermediate of one tile (doubles: 128 MB).
 _TILE_ENTRIES = 16 << 20
@@ -15,16 +17,17 @@ _TILE_ENTRIES = 16 << 20
 _SMALL_PRODUCT = 1e9
 
 
-def column_forms(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Tensor:
+def column_forms(atoms: Atoms, rows: Tensor, cols: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (k, c), in float64.
 
     Args:
         atoms: A chunk.
-        left: Symmetric :math:`A` (m, m); None is the identity.
-        right: Symmetric :math:`B` (n, n); None is the identity.
+        rows: For factored atoms the products of the row factors over positions, with :math:`A` between them.
+        cols: The same of the column factors, with :math:`B`.
+        left: Symmetric :math:`A` (m, m), for whole gradients; None is the identity.
+        right: Symmetric :math:`B` (n, n).
     """
     if isinstance(atoms, FactoredAtoms):
-        rows, cols = _weighted(atoms.row_factors, left), _weighted(atoms.col_factors, right)
         # broadcasting brings in the side whose columns are shared
         return (rows * cols).sum((-1, -2), dtype=torch.float64)
     grads = atoms.grads
@@ -33,21 +36,33 @@ def column_forms(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> Ten
     return (moved * other).sum((-1, -2), dtype=torch.float64)
 
 
-def _weighted(factors: Tensor, matrix: Tensor | None) -> Tensor:
-    """Inner products F M Fᵀ (k, c, t, t) between positions."""
-    moved = factors if matrix is None else factors @ matrix.to(factors)
-    return moved @ factors.mT
+@dataclass(frozen=True)
+class PairSums:
+    r"""Sums of squared inner products between the columns of two chunks.
+
+    Attributes:
+        first: :math:`\sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (k, c) for the columns of the first chunk.
+        second: The same for the columns of the second chunk.
+        own: The squares (k, c, c) between the columns of each sample, where both are one chunk.
+    """
+
+    first: Tensor
+    second: Tensor
+    own: Tensor
 
 
-def column_pair_sums(first: Atoms, second: Atoms) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (k, c), and the same with the chunks exchanged.
+def column_pair_sums(first: Atoms, second: Atoms, *, same: bool = False, narrow: bool = False) -> PairSums:
+    """Square the inner products between the columns of two chunks, and add them up.
 
     Args:
         first: A chunk of k samples with c columns each.
         second: Another one, or the same.
+        same: Whether both are one chunk.
+        narrow: Whether float32 products are good enough, and safe.
     """
     rows = torch.zeros(len(first.weights), first.columns, dtype=torch.float64, device=first.weights.device)
     cols = torch.zeros(len(second.weights), second.columns, dtype=torch.float64, device=first.weights.device)
+    own = torch.zeros(len(first.weights) if same else 0, first.columns, first.columns).to(rows)
     positions = 1
     if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
         positions = first.positions * second.positions
@@ -55,10 +70,12 @@ def column_pair_sums(first: Atoms, second: Atoms) -> tuple[Tensor, Tensor]:
     for at in _cuts(first, width):
         for to in _cuts(second, width):
             one, two = first.part(at.start, at.stop), second.part(to.start, to.stop)
-            squares = _inner_products(one, two).double().square_()  # (k, c, j, d)
+            squares = _inner_products(one, two, narrow).double().square_()  # (k, c, j, d)
             rows[at] += torch.einsum("kcjd,j->kc", squares, two.weights)
             cols[to] += torch.einsum("kcjd,k->jd", squares, one.weights)
-    return rows, cols
+            if same and at == to:
+                own[at] = squares.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return PairSums(rows, cols, own)
 
 
 def _cuts(atoms: Atoms, width: int) -> list[slice]:
@@ -67,15 +84,17 @@ def _cuts(atoms: Atoms, width: int) -> list[slice]:
     return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
-def _inner_products(first: Atoms, second: Atoms) -> Tensor:
+def _inner_products(first: Atoms, second: Atoms, narrow: bool) -> Tensor:
     """Inner products (k, c, j, d) between all columns of two chunks."""
     shape = (len(first.weights), first.columns, len(second.weights), second.columns)
     if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
-        one, two = first.wide(), second.wide()
+        one, two = (first, second) if narrow else (first.wide(), second.wide())
         by_rows = torch.einsum("kctm,jdsm->kcjdts", one.row_factors, two.row_factors)
         by_cols = torch.einsum("kctn,jdsn->kcjdts", one.col_factors, two.col_factors)
         return (by_rows * by_cols).sum((-1, -2)).expand(shape)
     left, right = first.dense().grads.flatten(2).flatten(0, 1), second.dense().grads.flatten(2).flatten(0, 1)
+    if narrow:
+        return (left @ right.T).view(shape)
     common = torch.promote_types(left.dtype, right.dtype)
     if left.shape[0] * right.numel() < _SMALL_PRODUCT or common == torch.float64:
         return (left.double() @ right.double().T).view(shape)

@@ -120,8 +120,9 @@ def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def safe_in_float32(atoms: Atoms) -> bool:
-    """Whether the factors are float32 and their inner products stay well inside its range."""
-    if not isinstance(atoms, FactoredAtoms) or atoms.row_factors.dtype != torch.float32:
+    """Whether the gradients are float32 and their inner products stay well inside its range."""
+    parts = (atoms.grads,) if isinstance(atoms, DenseAtoms) else (atoms.row_factors, atoms.col_factors)
+    if parts[0].dtype != torch.float32:
         return False
-    sizes = [float(factor.abs().amax()) for factor in (atoms.row_factors, atoms.col_factors) if factor.numel()]
+    sizes = [float(part.abs().amax()) for part in parts if part.numel()]
     return all(1e-12 < size < 1e12 for size in sizes)

@@ -3,6 +3,7 @@ r"""The second-moment matrix of a gradient stream and everything that can be sai
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,8 +27,10 @@ from kronscope.kron import (
     KroneckerSum,
     Operator,
     PsdFactor,
-    factored_gram,
+    is_symmetric,
     mode_gram,
+    position_products,
+    positions_gram,
 )
 
 __all__ = ["SecondMoment"]
@@ -35,6 +38,9 @@ __all__ = ["SecondMoment"]
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
+# Bytes of one matrix's products over positions that are kept, and of how many matrices.
+_MIDDLE_BYTES = 16 << 20
+_KEPT_MIDDLES = 6
 
 _T = TypeVar("_T")
 
@@ -83,23 +89,15 @@ class SecondMoment:
         def compute() -> float:
             if self.stream.known.norm_squared is not None:
                 return self.stream.known.norm_squared
+            if self.stream.random_columns > 1:
+                return float(self.stream.weights() @ self.distinct_sums().sum(1))
             kernels = self.kernels()
             if kernels is not None:
                 rows, cols, weights = kernels
-                return float(weights @ (rows * cols) @ weights) + self._self_pairs()
-            return float(self.pair_sums().sum()) + self._self_pairs()
+                return float(weights @ (rows * cols) @ weights)
+            return float(self.pair_sums().sum())
 
         return self._once("norm_squared", compute)
-
-    def _self_pairs(self) -> float:
-        """What replaces the pairs of random columns with themselves by the mean of a sample's other pairs."""
-        count = self.stream.random_columns
-        if count < 2:
-            return 0.0
-        squares = self.own_grams()[:, -count:, -count:].square()
-        own = squares.sum((1, 2))
-        others = (own - squares.diagonal(dim1=1, dim2=2).sum(1)) * count / (count - 1)
-        return float(self.stream.weights().square() @ (others - own))
 
     def pair_sums(self, groups: Tensor | None = None) -> Tensor:
         r"""Sum :math:`w_i w_j S_{ij}` over pairs of samples, by the groups the two samples belong to.
@@ -155,43 +153,59 @@ class SecondMoment:
         r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (N, c) for symmetric A and B, by default identities."""
 
         def local() -> Iterator[tuple[Tensor, Tensor]]:
-            for atoms in self._chunks():
-                for part in bounded(atoms):
-                    yield part.samples, column_forms(part, left, right)
+            sides = zip(self._with_middles(0, left), self._with_middles(1, right), strict=True)
+            for (atoms, rows), (_, cols) in sides:
+                yield atoms.samples, column_forms(atoms, rows, cols, left, right)
 
         self.plan()
         return self.stream.by_column(local)
 
-    def column_sums(self) -> Tensor:
-        r"""Return :math:`g_{ic}^\top H g_{ic} = \sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (N, c)."""
+    def column_pairs(self) -> tuple[Tensor, Tensor]:
+        r"""Square the inner products of all pairs of columns, once.
 
-        def local() -> Iterator[tuple[Tensor, Tensor]]:
-            out = torch.zeros(self.stream.num_samples, self.stream.columns, dtype=torch.float64)
+        Returns:
+            :math:`g_{ic}^\top H g_{ic} = \sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (N, c), and the squares
+            :math:`\langle G_{ic}, G_{id}\rangle^2` (N, c, c) between the columns of each sample.
+        """
+        samples, columns = self.stream.num_samples, self.stream.columns
+
+        def local() -> tuple[Tensor, Tensor]:
+            sums = torch.zeros(samples, columns, dtype=torch.float64)
+            own = torch.zeros(samples, columns, columns, dtype=torch.float64)
 
             def add(first: Atoms, second: Atoms, on_diagonal: bool) -> None:
-                rows, cols = column_pair_sums(first, second)
-                out[first.samples.cpu(), : first.columns] += rows.cpu()
-                if not on_diagonal:
-                    out[second.samples.cpu(), : second.columns] += cols.cpu()
+                pairs = column_pair_sums(first, second, same=on_diagonal, narrow=self._in_float32())
+                sums[first.samples.cpu(), : first.columns] += pairs.first.cpu()
+                if on_diagonal:
+                    own[first.samples.cpu(), : first.columns, : first.columns] = pairs.own.cpu()
+                else:
+                    sums[second.samples.cpu(), : second.columns] += pairs.second.cpu()
 
             factored = self.plan().gram == "factored"
             over_pairs(lambda: chunks_from(self.stream, factored=factored), add, self.stream.processes)
-            yield torch.arange(len(out)), out
+            return sums, own
 
-        self.plan()
-        return self._once("column_sums", lambda: self.stream.by_column(local))
+        def compute() -> tuple[Tensor, ...]:
+            self.plan()
+            return self.stream.sums(local, [(samples, columns), (samples, columns, columns)])
 
-    def own_grams(self) -> Tensor:
-        """Return the inner products (N, c, c) between the columns of each sample."""
-        count = self.stream.columns
+        sums, own = self._once("column_pairs", compute)
+        return sums, own
 
-        def local() -> Iterator[tuple[Tensor, Tensor]]:
-            for atoms in self._chunks():
-                for part in bounded(atoms):
-                    yield part.samples, own_gram(part).flatten(1)
+    def distinct_sums(self) -> Tensor:
+        r"""Return :math:`g_{ic}^\top H g_{ic}` (N, c) as it is in expectation over the random columns.
 
-        self.plan()
-        return self.stream.by_column(local, count * count).view(-1, count, count)
+        A random column's pair with itself is replaced by the mean of its pairs with the other random columns of its
+        sample. Weighted and added up, that is an unbiased estimate of the squared norm.
+        """
+        count = self.stream.random_columns
+        sums, own = self.column_pairs()
+        random = own[:, -count:, -count:]
+        among = random.sum(2)
+        others = (among - random.diagonal(dim1=1, dim2=2)) * count / (count - 1)
+        distinct = sums.clone()
+        distinct[:, -count:] += self.stream.weights()[:, None] * (others - among)
+        return distinct
 
     # ------------------------------------------------------------------ contractions
 
@@ -416,19 +430,60 @@ class SecondMoment:
 
     def _own_contraction(self, mode: int, other: Tensor | None) -> Tensor:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
+        for atoms, middle in self._with_middles(1 - mode, other):
+            if isinstance(atoms, FactoredAtoms):
+                kept = (atoms.row_factors, atoms.col_factors)[mode]
+                gram = positions_gram(kept, middle, atoms.weights, symmetric=is_symmetric(other))
+            else:
+                weights = atoms.weights.repeat_interleave(atoms.columns)
+                middle_matrix = None if other is None else other.to(atoms.grads)
+                gram = mode_gram(atoms.grads.flatten(0, 1), weights, mode, middle_matrix)
+            total = total.to(gram.device) + gram
+        return total
+
+    def _with_middles(self, mode: int, matrix: Tensor | None) -> Iterator[tuple[Atoms, Tensor]]:
+        """Iterate the chunks with the products F M Fᵀ (k, c or 1, t, t) of one side's factors; empty for whole ones.
+
+        The products with a matrix serve several contractions and forms: those with the last few matrices are kept.
+        """
+        kept = self.stream.memo.setdefault("middles", OrderedDict())
+        key: tuple[object, ...] = (mode, None)
+        if matrix is not None:
+            # a matrix that was changed in place is another one; in inference mode that cannot be seen
+            key = (mode, id(matrix), object() if matrix.is_inference() else matrix._version)
+        known = kept.get(key)
+        if known is not None:
+            kept.move_to_end(key)
+            yield from zip(self._ready(), known[1], strict=True)
+            return
+        made: list[Tensor] = []
+        size = 0
+        for atoms in self._ready():
+            middle = torch.empty(0)
+            if isinstance(atoms, FactoredAtoms):
+                middle = position_products((atoms.row_factors, atoms.col_factors)[mode], matrix)
+            size += middle.numel() * middle.element_size()
+            if size <= _MIDDLE_BYTES:
+                made.append(middle)
+            yield atoms, middle
+        if size <= _MIDDLE_BYTES and self.plan().contraction == "factored":
+            kept[key] = (matrix, made)  # the matrix is kept so that its id stays its own
+            while len(kept) > _KEPT_MIDDLES:
+                kept.popitem(last=False)
+
+    def _ready(self) -> Iterator[Atoms]:
+        """Iterate bounded chunks in the form and type that contractions are done in."""
         for atoms in self._chunks():
             for part in bounded(atoms):
-                # where columns are random, rounding at 1e-7 is nothing beside them
-                wide = part if self.stream.random_columns and safe_in_float32(part) else part.wide()
-                if isinstance(wide, FactoredAtoms):
-                    sides = wide.row_factors, wide.col_factors
-                    middle = None if other is None else other.to(sides[0].dtype)
-                    gram = factored_gram(sides[mode], sides[1 - mode], wide.weights, middle)
-                else:
-                    weights = wide.weights.repeat_interleave(wide.columns)
-                    gram = mode_gram(wide.grads.flatten(0, 1), weights, mode, other)
-                total = total.to(gram.device) + gram
-        return total
+                yield part if self._in_float32() else part.wide()
+
+    def _in_float32(self) -> bool:
+        """Whether products are taken in float32: where columns are random, rounding at 1e-7 is nothing beside them."""
+
+        def compute() -> bool:
+            return self.stream.random_columns > 0 and all(safe_in_float32(atoms) for atoms in self.stream)
+
+        return self._once("in float32", compute)
 
     def _inner_product(self, left: Tensor, right: Tensor) -> float:
         """⟨H, A⊗B⟩ = ⟨Σ w GᵀAG, B⟩ = ⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""

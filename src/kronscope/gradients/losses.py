@@ -73,13 +73,13 @@ class Draws:
     count: int = 1
     fixed: int = 0
 
-    def signs(self, number: int, size: int) -> Tensor:
-        """Signs ±1 of one draw, shape ``(samples, size)``, float64."""
+    def signs(self, number: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Signs ±1 of one draw, shape ``(samples, size)``."""
         rows = []
         for sample in self.samples.tolist():
             generator = np.random.Generator(np.random.Philox(key=self.seed % 2**64, counter=[0, 0, number, sample]))
             rows.append(np.unpackbits(np.frombuffer(generator.bytes(-(-size // 8)), np.uint8), count=size))
-        return torch.from_numpy(np.stack(rows)).double().mul_(2).sub_(1)
+        return torch.from_numpy(np.stack(rows)).to(dtype).mul_(2).sub_(1)
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """Uniform numbers in [0, 1), shape ``(samples, *shape)``, float64."""
@@ -258,28 +258,26 @@ class CrossEntropy:
         """
         log_p, counted, scale = self._tokens(outputs, targets)
         root, pivot = (log_p / 2).exp(), log_p.argmax(1, keepdim=True)
-        top = root.gather(1, pivot)
         root_scale = (scale.sqrt()[:, None] * counted).unsqueeze(1)
-        sizes = self._sizes(root, pivot, root_scale)
-        largest = _largest(sizes.flatten(1), draws.fixed)
+        largest = _largest(self._sizes(root, pivot, root_scale).flatten(1), draws.fixed) if draws.fixed else None
+        # columns are pulled back in the outputs' type, and nothing cancels in them
+        kind = torch.promote_types(outputs.dtype, torch.float32)
+        root, root_scale = root.to(kind), root_scale.to(kind)
+        top, p = root.gather(1, pivot), root.square()
 
         def combined(x: Tensor) -> Tensor:
-            x = x.view_as(root).scatter(1, pivot, 0.0)  # a token has one column less than classes
-            total = (x * root).sum(1, keepdim=True)
-            values = root * x - root.square() * (total / (1 + top))
-            values.scatter_(1, pivot, -top * total)
-            return (values * root_scale).reshape(outputs.shape)
+            values = x.view_as(root).scatter_(1, pivot, 0.0).mul_(root)  # a token has one column less than classes
+            total = values.sum(1, keepdim=True)
+            values.addcmul_(p, total / (1 + top), value=-1).scatter_(1, pivot, -top * total)
+            return values.mul_(root_scale).reshape(outputs.shape)
 
         def column(index: int) -> Tensor:
-            if index < draws.fixed:
+            if largest is not None and index < draws.fixed:
                 return combined(torch.zeros_like(root).flatten(1).scatter_(1, largest[:, index : index + 1], 1.0))
-            x = (
-                draws.signs(index - draws.fixed, root[0].numel())
-                .to(root.device)
-                .scatter_(1, largest, 0.0)
-                .view_as(root)
-            )
-            return combined(x.scatter_(1, pivot, 0.0) * draws.count**-0.5)
+            x = draws.signs(index - draws.fixed, root[0].numel(), kind).to(root.device)
+            if largest is not None:
+                x = x.scatter_(1, largest, 0.0)
+            return combined(x).mul_(draws.count**-0.5)
 
         return Columns(draws.fixed + draws.count, column)
 

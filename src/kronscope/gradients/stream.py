@@ -339,6 +339,15 @@ class GradientStream:
         made.columns, made.random_columns = len(columns), len(kept)
         return made
 
+    def in_one_piece(self) -> GradientStream:
+        """Return the same atoms made once, where the stream changes those of another one in memory at every pass."""
+        if not self.in_memory:
+            return self
+        chunks = list(self._source())
+        made = self._derived(lambda: chunks, self.num_samples, self.own_samples)
+        made.known = self.known
+        return made
+
     def _derived(self, source: Callable[[], Iterable[Atoms]], num_samples: int, own_samples: int) -> GradientStream:
         """A stream of other atoms for the same layer, under the same budget."""
         made = GradientStream(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kronscope.kron.grams import factored_gram, mode_gram, symmetric_inner
+from kronscope.kron.grams import (
+    factored_gram,
+    is_symmetric,
+    mode_gram,
+    position_products,
+    positions_gram,
+    symmetric_inner,
+)
 from kronscope.kron.operators import (
     Diagonal,
     EigenbasisDiagonal,
@@ -24,6 +31,9 @@ __all__ = [
     "Spectrum",
     "default_cutoff",
     "factored_gram",
+    "is_symmetric",
+    "position_products",
+    "positions_gram",
     "mode_gram",
     "psd_power",
     "symmetric_inner",

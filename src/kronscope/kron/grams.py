@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kronscope.errors import OptionError, ShapeError
 
-__all__ = ["factored_gram", "mode_gram", "symmetric_inner"]
+__all__ = ["factored_gram", "is_symmetric", "mode_gram", "position_products", "positions_gram", "symmetric_inner"]
 
 # Below this width one GEMM is as fast as the blocks of its upper half (measured on AVX2 with two threads).
 _MIN_BLOCKED_WIDTH = 256
@@ -138,27 +138,64 @@ def factored_gram(
     tensor([[ 9., 18.],
             [18., 36.]])
     """
-    moved = contracted if other is None else contracted @ other
-    positions = kept.shape[2]
-    columns = max(kept.shape[1], contracted.shape[1])
-    if positions == 1:
-        # scale_ic = aᵀMa; summed over the columns when they share the kept factor
-        scale = (moved * contracted).sum(-1).squeeze(-1)
-        if weights is not None:
-            scale = scale * weights.to(scale.dtype).view(-1, 1)
-        if kept.shape[1] == 1 and columns > 1:
-            scale = scale.sum(1, keepdim=True)
-        flat = kept.reshape(-1, kept.shape[-1])
-        scaled = flat * scale.expand(kept.shape[:2]).reshape(-1, 1)
-        return symmetric_inner(flat, scaled)
-    inner = moved @ contracted.mT  # (k, c, t, t)
+    return positions_gram(kept, position_products(contracted, other), weights, symmetric=is_symmetric(other))
+
+
+def position_products(factors: Tensor, matrix: Tensor | None = None) -> Tensor:
+    r"""Multiply the factors of all pairs of positions: :math:`F_{ic} M F_{ic}^\top`.
+
+    Args:
+        factors: Factors (k, c, t, q).
+        matrix: Matrix :math:`M` (q, q), symmetric or not; default the identity.
+
+    Returns:
+        Products (k, c, t, t).
+
+    >>> position_products(torch.tensor([[[[1.0, 2.0]]]])).item()
+    5.0
+    """
+    moved = factors if matrix is None else factors @ matrix.to(factors)
+    if factors.shape[2] == 1:
+        return (moved * factors).sum(-1, keepdim=True)
+    return moved @ factors.mT
+
+
+def positions_gram(kept: Tensor, products: Tensor, weights: Tensor | None = None, *, symmetric: bool = True) -> Tensor:
+    r"""Contract one side's factors, with the products of the other side between them: :math:`\sum w_i B^\top P B`.
+
+    Args:
+        kept: Factors :math:`B` (k, c or 1, t, p).
+        products: Products :math:`P` (k, c or 1, t, t), from :func:`position_products`.
+        weights: Weights (k,).
+        symmetric: Whether the products, and therefore the result, are symmetric.
+
+    Returns:
+        Matrix (p, p).
+
+    >>> positions_gram(torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([[[[3.0]]]]))
+    tensor([[ 3.,  6.],
+            [ 6., 12.]])
+    """
     if weights is not None:
-        inner = inner * weights.to(inner.dtype).view(-1, 1, 1, 1)
-    if kept.shape[1] == 1 and columns > 1:
-        inner = inner.sum(1, keepdim=True)
-    middle = inner @ kept
+        products = products * weights.to(products.dtype).view(-1, 1, 1, 1)
+    if kept.shape[1] == 1 and products.shape[1] > 1:
+        products = products.sum(1, keepdim=True)
+    if kept.shape[2] == 1:
+        flat = kept.reshape(-1, kept.shape[-1])
+        return symmetric_inner(flat, flat * products.expand(*kept.shape[:2], 1, 1).reshape(-1, 1))
+    middle = products @ kept
     flat = kept.expand_as(middle).reshape(-1, kept.shape[-1])
-    return _product(flat, middle.reshape(-1, kept.shape[-1]), other)
+    moved = middle.reshape(-1, kept.shape[-1])
+    return symmetric_inner(flat, moved) if symmetric else flat.T @ moved
+
+
+def is_symmetric(matrix: Tensor | None) -> bool:
+    """Whether a matrix is symmetric to the last bit; None stands for the identity.
+
+    >>> is_symmetric(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+    True
+    """
+    return matrix is None or torch.equal(matrix, matrix.T)
 
 
 def _narrow_left(grads: Tensor, weights: Tensor | None, other: Tensor | None) -> Tensor:
@@ -168,12 +205,12 @@ def _narrow_left(grads: Tensor, weights: Tensor | None, other: Tensor | None) ->
     if weights is not None:
         moved = moved * weights.to(moved.dtype).view(-1, 1, 1)
     total = torch.addbmm(grads.new_zeros(m, m), moved, grads.mT)
-    return _symmetrized(total) if other is None or torch.equal(other, other.T) else total
+    return _symmetrized(total) if is_symmetric(other) else total
 
 
 def _product(x: Tensor, y: Tensor, middle: Tensor | None) -> Tensor:
     """XᵀY, by halves when the matrix between the gradients was symmetric and the result therefore is."""
-    if middle is None or torch.equal(middle, middle.T):
+    if is_symmetric(middle):
         return symmetric_inner(x, y)
     return x.T @ y
 

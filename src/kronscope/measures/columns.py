@@ -31,8 +31,9 @@ TRUTHS = {"gauss_newton": "exact", "empirical_fisher": "real"}
 _MANY_COLUMNS = 100
 _MANY_OPERATIONS = 1e11
 _MANY_PAIRS = 2e13
-# An estimate starts with about this many columns in all, a few to many of each sample, and goes on to as many of each.
-_FIRST_IN_ALL = 128
+# About so many columns in all gave a standard error of one percent where many samples carry the matrix; an estimate
+# starts with that, at least and at most so many of each sample, and goes on to as many of each.
+_FOR_ONE_PERCENT = 200
 _FIRST_COLUMNS, _MOST_COLUMNS = (FEWEST_RANDOM, 16), 256
 # Fewer label draws than this say too little about how they vary when one is left out.
 _FEW_DRAWS = 5
@@ -147,7 +148,8 @@ class TruthColumns:
         self._own, self._exact = TRUTHS[options.truth], recorder.exact_columns
         many = _costly(recorder, parameters) if options.max_columns is None else self._exact > options.max_columns
         self._estimated = self._own == "exact" and many
-        self._asked, self._samples = options.max_columns, recorder.num_samples
+        self._asked, self._accuracy = options.max_columns, options.accuracy
+        self._samples = recorder.num_samples
         self._left: Tensor | None = None
 
     def first(self) -> ColumnRequest:
@@ -158,7 +160,8 @@ class TruthColumns:
         least, most = _FIRST_COLUMNS
         if self._asked is not None:
             return min(most, max(self._asked, 2 * FEWEST_RANDOM))
-        count = min(most, max(least, int(2.0 ** math.ceil(math.log2(_FIRST_IN_ALL / self._samples)))))
+        in_all = _FOR_ONE_PERCENT * (0.01 / self._accuracy) ** 2
+        count = min(most, max(least, int(2.0 ** math.ceil(math.log2(in_all / self._samples)))))
         # where the model is sure of itself, exact columns leave so little that more of them are worth their cost
         while count < most and 2 * self._variance(2 * count) < self._variance(count) / 2:
             count *= 2

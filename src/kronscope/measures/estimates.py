@@ -74,14 +74,9 @@ class RandomColumns:
         self.truth = truth
         self._moment = SecondMoment(truth)
         self._weights = truth.weights()
-        fixed = truth.columns - count
-        grams = self._moment.own_grams()[:, fixed:, fixed:].square()
-        own = grams.sum(2)
-        others = (own - grams.diagonal(dim1=1, dim2=2)) * count / (count - 1)
-        sums = self._moment.column_sums()
-        # Σ_d over a sample's random columns with a column's pair with itself replaced by the mean of the others
-        self._random_sums = sums[:, fixed:] + self._weights[:, None] * (others - own)
-        self.square = float(self._weights @ (sums[:, :fixed].sum(1) + self._random_sums.sum(1)))
+        sums = self._moment.distinct_sums()
+        self._random_sums = sums[:, -count:]
+        self.square = float(self._weights @ sums.sum(1))
         self._halves = [self._part(range(start, count, 2)) for start in (0, 1)]
 
     @classmethod
@@ -154,7 +149,7 @@ class RandomColumns:
     # ------------------------------------------------------------------ pieces
 
     def _part(self, numbers: Sequence[int]) -> _Half:
-        stream = self.truth.with_random_columns(numbers)
+        stream = self.truth.with_random_columns(numbers).in_one_piece()
         return _Half(numbers, stream, SecondMoment(stream))
 
     def _by_influence(self, approximation: Approximation, fits: Sequence[Operator]) -> Estimate:
@@ -254,7 +249,8 @@ def _optima(halves: Sequence[_Half]) -> tuple[list[Operator], float]:
     found: list[Operator] = []
     for half in halves:
         count = len(half.numbers)
-        parts = [SecondMoment(half.stream.with_random_columns(range(first, count, 2))) for first in (0, 1)]
+        cuts = [half.stream.with_random_columns(range(first, count, 2)) for first in (0, 1)]
+        parts = [SecondMoment(cut.in_one_piece()) for cut in cuts]
         product = independent_optimum(parts, start, side, tolerance)
         start = (product.left, product.right)[side].matrix
         found.append(product)

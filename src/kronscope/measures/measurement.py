@@ -302,7 +302,8 @@ class Measurement:
             what = f"of {len(names)} layer{'s' * (len(names) > 1)}" if not captured else f"with {each.labels} labels"
             bar.begin(f"gradients {what}", recorder.own_samples)
             captured[each] = each.streams(recorder, names, cache=cache)
-        keep = self.budget // (2 * max(2, len(wanted)) * len(names))
+        # layers are measured one after the other, and what was formed of one goes with it
+        keep = self.budget // (2 * max(2, len(wanted)))
         for streams in captured.values():
             for stream in streams.values():
                 stream.keep_bytes = keep
