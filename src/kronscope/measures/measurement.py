@@ -56,11 +56,10 @@ def run(
     Returns:
         One result for each fit.
     """
-    first = processes.rank == 0
-    measurement = Measurement(options, common_budget(options.memory_budget, processes, model), warns=first)
+    measurement = _begun(model, options, processes)
     try:
         with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
-            if verbose and first:
+            if verbose and processes.rank == 0:
                 measurement.tell = sys.stderr.write
             measurement.go(recorder, bar)
     except KeyboardInterrupt:
@@ -81,11 +80,17 @@ def captured_layer(
     progress: bool = True,
 ) -> GradientStream:
     """Capture the truth's atoms of the only layer the options ask for."""
-    measurement = Measurement(
-        options, common_budget(options.memory_budget, processes, model), warns=processes.rank == 0
-    )
+    measurement = _begun(model, options, processes)
     with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
         return measurement.capture_one(recorder, bar)
+
+
+def _begun(model: nn.Module, options: MeasureOptions, processes: Processes) -> Measurement:
+    """Check the model, whose device says how much memory there is."""
+    with processes.failing_together():
+        _check(model)
+    budget = common_budget(options.memory_budget, processes, model)
+    return Measurement(options, budget, warns=processes.rank == 0)
 
 
 @contextmanager
@@ -100,7 +105,6 @@ def _recording(
     """Check everything, and give what records the gradients; random states are restored at the end."""
     options, budget = measurement.options, measurement.budget
     with processes.failing_together():
-        _check(model)
         specs = resolve_layers(model, options.layers)
         # the data is not among them: it is what differs
         asked = {

@@ -1,7 +1,9 @@
-"""A progress bar with the time left, or nothing at all."""
+"""Progress with the time left: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -9,16 +11,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 __all__ = ["Bar"]
 
+# Seconds before the first line where there is no terminal, and between lines.
+_FIRST_LINE, _NEXT_LINE = 10.0, 30.0
+
 
 class Bar:
-    """One line on standard error that says what is being done and how long it will take.
+    """Says on standard error what is being done and how long it will take.
 
     Args:
-        shown: Whether to show anything; off a terminal nothing is drawn either way.
+        shown: Whether to show anything.
     """
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
+        self._lines = shown and not console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -30,6 +36,9 @@ class Bar:
             disable=not (shown and console.is_terminal),
         )
         self._task = self._progress.add_task("", total=None)
+        self._what, self._done, self._total = "", 0, 1
+        self._began = time.monotonic()
+        self._next = self._began + _FIRST_LINE
 
     def __enter__(self) -> Bar:
         """Start drawing."""
@@ -45,15 +54,34 @@ class Bar:
     def begin(self, what: str, total: int) -> None:
         """Start a new piece of work."""
         self._progress.reset(self._task, description=what, total=total)
+        self._what, self._done, self._total, self._began = what, 0, total, time.monotonic()
+        self._tell()
 
     def at(self, done: int, total: int, what: str | None = None) -> None:
         """Say how much of it is done, and what is being done."""
         self._progress.update(self._task, completed=done, total=total, description=what)
+        self._what, self._done, self._total = what or self._what, done, total
+        self._tell()
 
     def say(self, what: str) -> None:
         """Say what is being done now."""
         self._progress.update(self._task, description=what)
+        self._what = what
+        self._tell()
 
     def step(self) -> None:
         """One more unit is done."""
         self._progress.advance(self._task)
+        self._done += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        """Write a line, if it is time for one."""
+        now = time.monotonic()
+        if not self._lines or now < self._next:
+            return
+        self._next = now + _NEXT_LINE
+        spent = now - self._began
+        left = f", about {spent / self._done * (self._total - self._done):.0f} s left" if self._done else ""
+        sys.stderr.write(f"kronscope: {self._what}: {self._done} of {self._total} after {spent:.0f} s{left}\n")
+        sys.stderr.flush()
