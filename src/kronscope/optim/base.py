@@ -18,6 +18,7 @@ from kronscope.kron.precision import full_precision
 from kronscope.kron.rescues import rescues
 from kronscope.optim.advice import default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients
+from kronscope.optim.calls import PLAIN, Calls, Compiled
 from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
 from kronscope.optim.inspected import InspectedOptimizer
@@ -55,6 +56,8 @@ class KroneckerOptimizer(InspectedOptimizer):
     updates, apply them. Blocks of equal shape and options are treated together.
     """
 
+    _calls: Calls = PLAIN
+
     # --- the step -------------------------------------------------------------------------------------------------
 
     _failure = ""
@@ -83,6 +86,24 @@ class KroneckerOptimizer(InspectedOptimizer):
                 loss = closure()
         self._step()
         return loss
+
+    def compile(self, **options: Any) -> None:
+        """Compile what a step does with whole stacks: gradients into factors and moments, and the updates.
+
+        Roots are taken as before. The first steps compile, one graph for each shape of blocks. Numbers change by
+        rounding. A copy of the optimizer, or one that is loaded, is not compiled.
+
+        Args:
+            options: What ``torch.compile`` takes: ``backend``, ``mode``, ``dynamic``.
+
+        >>> import torch, kronscope
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = kronscope.Shampoo(model, lr=1e-2)
+        >>> optimizer.compile(backend="eager")
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        """
+        self._calls = Compiled(**options)
 
     @_disable_dynamo
     def _step(self) -> None:
@@ -218,7 +239,9 @@ class KroneckerOptimizer(InspectedOptimizer):
                     grads = [exchange.blocks(member) for member in portion]
                     if log is not None:
                         log.expect(portion, grads)
-                    work.append(Portion(stack, portion, grads, hypers[stack.group], step, anew=stack.group in anew))
+                    is_anew = stack.group in anew
+                    hyper = hypers[stack.group]
+                    work.append(Portion(stack, portion, grads, hyper, step, anew=is_anew, calls=self._calls))
         return take_step(work, put, self._placement.roots)
 
     def _apply(self, params: list[Tensor], targets: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
         return torch.bmm(matrices, tensors) if mode == 0 else torch.bmm(tensors, matrices.mT)
     count, size = matrices.shape[:2]
     order, axis = _memory_order(tensors), mode + 1
-    behind = math.prod(tensors.shape[other] for other in order[order.index(axis) + 1 :])
+    behind = math.prod([tensors.shape[other] for other in order[order.index(axis) + 1 :]])
     if size < _LEAST_COLUMNS and behind < _LONG_COLUMNS:
         order = [axis, *(other for other in order if other != axis)]
     data = tensors.permute(0, *order).contiguous()
@@ -102,7 +102,7 @@ def batched_times(matrices: Tensor, tensors: Tensor, mode: int) -> Tensor:
     elif order[-1] == axis:
         product = torch.bmm(data.view(count, -1, size), matrices.mT)
     else:
-        before = math.prod(tensors.shape[other] for other in order[: order.index(axis)])
+        before = math.prod([tensors.shape[other] for other in order[: order.index(axis)]])
         product = torch.matmul(matrices.unsqueeze(1), data.view(count, before, size, -1))
     return _undone(product.view(data.shape), order)
 

@@ -64,7 +64,7 @@ def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int)
     if not isinstance(graft, Graft) or graft.kind != "adam" or hyper.beta1 == 0 or grads.device.type != "cpu":
         return None
     beta2, eps = hyper.graft_beta2(), hyper.eps if graft.eps is None else graft.eps
-    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64):
+    if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return None
     views = in_memory_order(grads, state["exp_avg"], state["graft_sq"])
     if views is None:
@@ -131,4 +131,4 @@ def block_norms(blocks: Tensor) -> Tensor:
 
 def _all_true(mask: Tensor) -> bool:
     """Whether all entries hold; on an accelerator the answer is 'perhaps not', which costs a pass but no sync."""
-    return mask.device.type == "cpu" and bool(mask.all())
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())

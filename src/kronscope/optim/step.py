@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kronscope.kron.threads import divided, in_threads
 from kronscope.optim.block_state import Tensors
+from kronscope.optim.calls import PLAIN, Calls
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost, step_cost
 from kronscope.optim.schedule import due_blocks, residuals_to_check, stale_blocks
@@ -74,6 +75,7 @@ class Portion:
         hyper: Options.
         step: The step they are at.
         anew: Every root is due, whatever the schedule says.
+        calls: The family's methods, as they are or compiled.
 
     Attributes:
         block: The blocks' shape.
@@ -92,7 +94,9 @@ class Portion:
         step: int,
         *,
         anew: bool = False,
+        calls: Calls = PLAIN,
     ) -> None:
+        self._calls = calls
         self.hyper, self.step, self.block = hyper, step, stack.block
         self.count = sum(member.tile.count for member in members)
         self.due = list[tuple[int, Tensor]]()
@@ -109,11 +113,16 @@ class Portion:
         """Whether threads may do it."""
         return self._stack.device.type == "cpu"
 
+    @property
+    def is_for_threads(self) -> bool:
+        """Whether gradients may be taken in, and updates formed, by one thread beside others."""
+        return self.is_on_cpu and self._calls.in_threads
+
     def take_in(self) -> None:
         """Take the gradients into factors and moments, and find out which roots are due."""
         grads = _joined(self._grads, self._stack.dtype)
         self._grads = ()
-        self._moments = self.hyper.rule.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
+        self._moments = self._calls.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
         for mode, wanted in enumerate(due_blocks(self._stack, self._rows, self.hyper, self.step, anew=self._anew)):
             if wanted is not None:
                 self._find(mode, wanted)
@@ -190,7 +199,7 @@ class Portion:
         refreshed = self._stack.refreshed[self._rows]
         for mode, index in self.due:
             refreshed[index, mode] = self.step
-        update = self.hyper.rule.direction(self.state, self._moments, self._stack.modes, self.hyper, self.step)
+        update = self._calls.direction(self.state, self._moments, self._stack.modes, self.hyper, self.step)
         del self._moments
         if isinstance(self._rows, Tensor):
             self._stack.refreshed[self._rows] = refreshed
@@ -263,7 +272,7 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
             portion.finish(put)
 
     def cost(portion: Portion) -> float:
-        return portion.cost if portion.is_on_cpu else 0.0
+        return portion.cost if portion.is_for_threads else 0.0
 
     pairs = list(zip(work, held, strict=True))
     _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])

@@ -200,7 +200,7 @@ class RootRule(Rule):
         if isinstance(hyper.scale, Trace):
             whole = torch.stack(list(now.values())).prod(0) if self.is_plain_product else now[modes[0]]
             isotropic = bare + ([] if preconditioned else list(modes))
-            known = math.prod(isotropic_root(sizes[mode], hyper.exponent(mode)) for mode in isotropic)
+            known = math.prod([isotropic_root(sizes[mode], hyper.exponent(mode)) for mode in isotropic])
             return positive_power(whole, -0.5) * known
         weights = torch.ones_like(now[modes[0]])
         for mode in modes:

@@ -1,0 +1,82 @@
+"""A compiled step is whole graphs, and does what a plain one does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kronscope.optim import SOAP, KLShampoo, Shampoo
+from tests.optim.tools import copies, gradients, parameters, train
+
+# 264: kept as a triangle
+SHAPES = [(264, 5), (6, 5), (6, 5), (4, 3, 2, 2), (3,)]
+
+MAKERS: dict[str, Any] = {
+    "shampoo": lambda p: Shampoo(p, 0.01, refresh=3),
+    "shampoo, sums": lambda p: Shampoo(p, 0.01, betas=(0.0, 1.0), eps=1e-4, exponent=-0.25, scale=None, refresh=2),
+    "shampoo, rounds, momentum": lambda p: Shampoo(p, 0.01, power_rounds=2, momentum=0.9, scale="trace"),
+    "shampoo, modes, late": lambda p: Shampoo(p, 0.01, view="modes", method="kronecker", start=3),
+    "soap": lambda p: SOAP(p, 0.01, refresh=3, solver="auto"),
+    "kl": lambda p: KLShampoo(p, 0.01, refresh=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_left() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_compiled_step_is_the_plain_step(name):
+    """``fullgraph=True`` raises where a graph would break; aot_eager runs the graph as it was traced."""
+    steps = 5
+    params = parameters(*SHAPES)
+    twins = copies(params)
+    history = [gradients(shape, steps, seed=i) for i, shape in enumerate(SHAPES)]
+    plain, compiled = MAKERS[name](twins), MAKERS[name](params)
+    compiled.compile(backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    train(compiled, params, history)
+    found = torch._dynamo.utils.counters
+    assert found["stats"]["unique_graphs"] >= 2
+    assert not found["graph_break"]
+    train(plain, twins, history)
+    for one, two in zip(params, twins, strict=True):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")
+def test_later_steps_compile_nothing_and_copies_are_plain():
+    params = parameters((6, 5), (4, 4))
+    optimizer = Shampoo(params, 0.01, refresh=3)
+    optimizer.compile(backend="aot_eager")
+    history = [gradients(tuple(param.shape), 12, seed=i) for i, param in enumerate(params)]
+    train(optimizer, params, [grads[:4] for grads in history])
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train(optimizer, params, [grads[4:] for grads in history])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    twin = copy.deepcopy(optimizer)
+    twins: list[nn.Parameter] = twin.param_groups[0]["params"]
+    train(twin, twins, [grads[:2] for grads in history])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    train(optimizer, params, [grads[:2] for grads in history])
+    for one, two in zip(params, twins, strict=True):
+        assert torch.allclose(one, two, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")
+def test_a_model_of_many_shapes_is_compiled_whole():
+    """Torch gives up on a function after eight graphs, unless it is told not to."""
+    params = parameters(*[(4 + i, 3 + i % 4) for i in range(12)])
+    optimizer = KLShampoo(params, 0.01)
+    optimizer.compile(backend="eager")
+    train(optimizer, params, [gradients(tuple(param.shape), 2, seed=i) for i, param in enumerate(params)])
+    assert all(bool(torch.isfinite(param).all()) for param in params)
