@@ -16,10 +16,8 @@ Not seen are times, what the kernels of a vendor's library do inside, and roundi
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
-from types import FrameType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,54 +26,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from tests.devices.facts import (
+    FOREACH_CHUNK,
+    INDEXING,
+    NO_LAUNCH,
+    NOT_ON_MPS,
+    STRICT,
+    WAITING,
+    calling_line,
+    is_diagonal,
+    read_off,
+)
+
 CPU = torch.device("cpu")
 
-# What makes the host wait: a number, or a shape, that depends on numbers is asked for.
-_WAITING = {
-    "_local_scalar_dense",
-    "_linalg_eigh",
-    "_linalg_eigvals",
-    "_linalg_svd",
-    "_unique2",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "linalg_eig",
-    "linalg_inv",
-    "masked_select",
-    "nonzero",
-    "unique_consecutive",
-    "unique_dim",
-}
-# Decompositions that MPS has not, or not in every version of torch that has MPS.
-_NOT_ON_MPS = {
-    "_linalg_eigh",
-    "_linalg_svd",
-    "linalg_cholesky_ex",
-    "linalg_eig",
-    "linalg_qr",
-    "linalg_solve_triangular",
-    "linalg_lu_factor_ex",
-}
-# Operations on metadata, and allocations, launch nothing.
-_NO_LAUNCH = {
-    "_local_scalar_dense",
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "is_same_size",
-    "lift_fresh",
-    "new_empty",
-    "new_empty_strided",
-}
-_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-# 0-D tensors of the CPU are no numbers for these.
-_STRICT = {"addmm", "baddbmm", "baddbmm_", "bmm", "cat", "gather", "index_select", "mm", "stack"}
-_FOREACH_CHUNK = 64
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -265,7 +229,7 @@ class Machine(TorchDispatchMode):
 
     def wait(self, what: str) -> None:
         """Note that the host waits."""
-        self.waits[what, _line()] += 1
+        self.waits[what, calling_line()] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -286,10 +250,10 @@ class Machine(TorchDispatchMode):
         if name == "copy_":
             return self._copied_into(args[0], args[1])
         device = self._device_of(func, name, args, flat, there, target)
-        if device.type == "mps" and name in _NOT_ON_MPS:
+        if device.type == "mps" and name in NOT_ON_MPS:
             raise NotImplementedError(f"The operator 'aten::{name}' is not currently implemented for the MPS device.")
         if device.type != "cpu" and name.startswith("_fused"):
-            raise RuntimeError(f"{name} of the CPU was given tensors on {device} ({_line()}).")
+            raise RuntimeError(f"{name} of the CPU was given tensors on {device} ({calling_line()}).")
         self._note(func, name, args, there)
         known = {id(one.data_here): one for one in there}
         inside = [one.data_here if isinstance(one, PretendTensor) else one for one in flat]
@@ -297,7 +261,7 @@ class Machine(TorchDispatchMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": CPU}
         kwargs.pop("pin_memory", None)
-        out = _read_off(args[0]) if name == "_linalg_eigh" and _is_diagonal(args[0]) else func(*args, **kwargs)
+        out = read_off(args[0]) if name == "_linalg_eigh" and is_diagonal(args[0]) else func(*args, **kwargs)
         is_foreach = name.startswith("_foreach")
         devices = iter([one.said for one in there]) if is_foreach else iter(())
 
@@ -321,14 +285,14 @@ class Machine(TorchDispatchMode):
             )
         if "cpu" in (here.type, target.type) and here != target:
             self.wait("copy to the host" if target.type == "cpu" else "copy from the host")
-        self.launches["_to_copy", _line()] += 1
+        self.launches["_to_copy", calling_line()] += 1
         data = source.data_here if isinstance(source, PretendTensor) else source
         return self.place(torch.ops.aten._to_copy.default(data, **plain), target)
 
     def _copied_into(self, target: Tensor, source: Tensor) -> Tensor:
         if target.device != source.device and CPU in (target.device, source.device):
             self.wait("copy to the host" if target.device == CPU else "copy from the host")
-        self.launches["copy_", _line()] += 1
+        self.launches["copy_", calling_line()] += 1
         data = source.data_here if isinstance(source, PretendTensor) else source
         (target.data_here if isinstance(target, PretendTensor) else target).copy_(data)
         return target
@@ -342,78 +306,56 @@ class Machine(TorchDispatchMode):
         if name.startswith("_foreach"):
             # tensor by tensor where they are not all alike; then each set must be in one place
             if len(places) > 1 or here:
-                self.slow_foreach[_line()] += 1
+                self.slow_foreach[calling_line()] += 1
                 lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], Tensor)]
                 others = [one for one in args if isinstance(one, Tensor) and one.ndim]
                 for alike in zip(*lists, strict=True):
                     if len({one.device for one in alike if one.ndim} | {one.device for one in others}) > 1:
-                        raise DeviceError(f"{func}: {[one.device for one in alike]} ({_line()})")
+                        raise DeviceError(f"{func}: {[one.device for one in alike]} ({calling_line()})")
                 if len(places) > 1 and any(isinstance(one, PretendTensor) for one in args):
-                    raise DeviceError(f"{func}: a 0-D tensor of an accelerator for tensors of {places} ({_line()})")
+                    raise DeviceError(
+                        f"{func}: a 0-D tensor of an accelerator for tensors of {places} ({calling_line()})"
+                    )
             return next(iter(places))
         if len(places) > 1:
-            raise DeviceError(f"{func}: tensors on {places} ({_line()})")
-        if name in _INDEXING:
+            raise DeviceError(f"{func}: tensors on {places} ({calling_line()})")
+        if name in INDEXING:
             if not isinstance(args[0], PretendTensor):
-                raise DeviceError(f"{func}: indices on {places} of a tensor on the CPU ({_line()})")
+                raise DeviceError(f"{func}: indices on {places} of a tensor on the CPU ({calling_line()})")
             if any(isinstance(one, Tensor) and not isinstance(one, PretendTensor) for one in args[1]):
                 self.wait("indices from the host")
             if len(args) > 2 and not isinstance(args[2], PretendTensor) and args[2].ndim:
-                raise DeviceError(f"{func}: values on the CPU ({_line()})")
-        elif here and (any(one.ndim for one in here) or name in _STRICT):
+                raise DeviceError(f"{func}: values on the CPU ({calling_line()})")
+        elif here and (any(one.ndim for one in here) or name in STRICT):
             shapes = [tuple(one.shape) for one in here]
-            raise DeviceError(f"{func}: tensors {shapes} on the CPU, others on {places or target} ({_line()})")
+            raise DeviceError(f"{func}: tensors {shapes} on the CPU, others on {places or target} ({calling_line()})")
         return next(iter(places)) if places else cast(torch.device, target)
 
     def _note(self, func: Any, name: str, args: Any, there: list[PretendTensor]) -> None:
-        if name in _WAITING:
+        if name in WAITING:
             self.wait(name)
-        if name in _INDEXING and any(
+        if name in INDEXING and any(
             isinstance(one, PretendTensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
         ):
             self.wait("a mask as index")
         schema = func._schema
         writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments)
         is_view = not writes and any(one.alias_info is not None for one in schema.returns)
-        if is_view or name in _NO_LAUNCH:
+        if is_view or name in NO_LAUNCH:
             return
         number = 1
         if name.startswith("_foreach"):
             lists = max(1, sum("Tensor[]" in str(arg.type) for arg in schema.arguments))
             sets = -(-len(there) // lists)
             alike = len({(one.said, one.dtype) for one in there}) == 1
-            number = -(-sets // _FOREACH_CHUNK) if alike else sets
-        self.launches[name, _line()] += number
-
-
-def _is_diagonal(matrices: Tensor) -> bool:
-    return bool((matrices.count_nonzero((-2, -1)) <= matrices.shape[-1]).all()) and bool(
-        torch.equal(matrices, torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1)))
-    )
-
-
-def _read_off(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and vectors of diagonal matrices: counting on large ones need not take minutes."""
-    values, order = matrices.diagonal(dim1=-2, dim2=-1).sort(dim=-1)
-    return values, torch.nn.functional.one_hot(order, matrices.shape[-1]).mT.to(matrices.dtype)
+            number = -(-sets // FOREACH_CHUNK) if alike else sets
+        self.launches[name, calling_line()] += number
 
 
 def _indexed(device: torch.device) -> torch.device:
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, 0)
-
-
-def _line() -> str:
-    """Return the line of kronscope, and the one that called it, that an operation came from."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[str] = []
-    while frame is not None and len(found) < 2:
-        _, inside, rest = frame.f_code.co_filename.partition("/src/kronscope/")
-        if inside:
-            found.append(f"{rest}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found) or "the test"
 
 
 class _Moved(torch.autograd.Function):

@@ -13,7 +13,7 @@ from kronscope.errors import NonFiniteError
 from kronscope.kron.devices import on_host_if_missing, wide
 from kronscope.kron.powers import Spectrum
 from kronscope.kron.rescues import note_rescues
-from kronscope.kron.triangles import symmetric_outer
+from kronscope.kron.triangles import saves_half, symmetric_outer
 
 __all__ = ["eigenbases", "improved_basis", "orthogonal_iteration", "probe_vector"]
 
@@ -53,11 +53,15 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     info = torch.finfo(columns.dtype)
     unit = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(info.tiny)
-    lower = on_host_if_missing(torch.linalg.cholesky_ex, symmetric_outer(unit.mT, unit.mT)).L
+    # only the lower half is read
+    gram = symmetric_outer(unit.mT, unit.mT) if saves_half(unit.device) else unit.mT @ unit
+    lower = on_host_if_missing(torch.linalg.cholesky_ex, gram).L
     basis: Tensor = on_host_if_missing(torch.linalg.solve_triangular, lower.mT, unit, upper=True, left=False)
     probe = probe_vector(basis)
     errors = torch.linalg.vector_norm(basis.mT @ (basis @ probe) - probe, dim=(-2, -1))
-    for index in (~(errors <= 100 * info.eps)).nonzero().flatten().tolist():
+    for index, error in enumerate(errors.tolist()):
+        if error <= 100 * info.eps:
+            continue
         basis[index] = on_host_if_missing(torch.linalg.qr, columns[index]).Q
     return basis
 

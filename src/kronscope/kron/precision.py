@@ -19,17 +19,19 @@ _BACKENDS = ("cuda", "mkldnn")
 
 
 @contextmanager
-def full_precision(device_types: Iterable[str]) -> Iterator[None]:
+def full_precision(device_types: Iterable[str], *, products: bool = True) -> Iterator[None]:
     """Run without autocast and without TF32 or bf16 products, whatever the surroundings; restores them.
 
     Args:
         device_types: Where autocast may be on.
+        products: False leaves alone what torch allows products to be.
     """
     with ExitStack() as contexts:
         for kind in device_types:
             if torch.is_autocast_enabled(kind):
                 contexts.enter_context(torch.autocast(kind, enabled=False))
-        contexts.enter_context(exact_products())
+        if products:
+            contexts.enter_context(exact_products())
         yield
 
 

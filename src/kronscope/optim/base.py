@@ -56,6 +56,9 @@ class KroneckerOptimizer(InspectedOptimizer):
     updates, apply them. Blocks of equal shape and options are treated together.
     """
 
+    fast_products: bool = False
+    """Let Gram matrices and updates be formed in TF32 (or bf16) where torch is set to allow it; roots never are."""
+
     _calls: Calls = PLAIN
 
     # --- the step -------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class KroneckerOptimizer(InspectedOptimizer):
 
     def _take(self, active: dict[Tensor, int], hypers: list[Hyper]) -> tuple[int, int]:
         """Take the step of some parameters; return its number, and how many roots this process took."""
-        with full_precision({param.device.type for param in active}):
+        with full_precision({param.device.type for param in active}, products=not self.fast_products):
             self._initialise(active, hypers)
             torch._foreach_add_([self.state[param]["step"] for param in active], 1)
             exchange = self._placement.open(active, self.param_groups, self._apply)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kronscope.kron.precision import exact_products
 from kronscope.kron.threads import divided, in_threads
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.calls import PLAIN, Calls
@@ -278,7 +279,8 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
     _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])
     waiting = [portion for portion, is_held in pairs if portion.due or portion.looks or is_held]
     decide(waiting)
-    taken = roots.take(waiting)
+    with exact_products():
+        taken = roots.take(waiting)
     _side_by_side([partial(portion.finish, put) for portion in waiting], [cost(portion) for portion in waiting])
     return taken
 
