@@ -22,8 +22,7 @@ def common_budget(budget: int | str | None, processes: Processes, model: nn.Modu
     """Bytes each process may take: as given, or the default of the model's device, divided over those who share it."""
     if budget is not None:
         return parse_budget(budget)
-    # what is no model is refused later, with advice
-    device = common_device(unwrap(model)) if isinstance(model, nn.Module) else None
+    device = common_device(unwrap(model))
     # each process of a machine has a GPU of its own, as launchers place them
     shared = 1 if device is not None and device.type == "cuda" else processes.local_world_size()
     return min(processes.all_gather_object(parse_budget(None, device) // shared))
