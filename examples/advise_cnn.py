@@ -1,4 +1,10 @@
-"""Ask which preconditioner fits each layer of a small convolutional network, and train as recommended.
+"""
+Ask for advice
+==============
+
+Which preconditioner fits each layer of a small convolutional network? Ask, and train as recommended.
+
+Run it::
 
     python examples/advise_cnn.py
 

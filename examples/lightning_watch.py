@@ -1,4 +1,10 @@
-"""Watch a Lightning run, stop it, and go on in the same folder.
+"""
+Watch a run in Lightning
+========================
+
+Watch a Lightning run, stop it, and go on in the same folder.
+
+Run it::
 
     python examples/lightning_watch.py
 

@@ -1,4 +1,10 @@
-"""Watch a small character GPT train: records of every layer, cosines of the live preconditioner, warnings in words.
+"""
+Watch a small GPT train
+=======================
+
+Records of every layer, cosines of the live preconditioner, and warnings in words, while a character GPT trains.
+
+Run it::
 
     python examples/watch_gpt.py
 

@@ -57,6 +57,11 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES} == set(PRINTS) | set(TOGETHER) | set(TRAINING)
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_page_of_the_gallery(path: Path) -> None:
+    assert re.match(r'"""\n[A-Z].*\n=+\n\n[A-Z]', path.read_text(encoding="utf-8")), "its docstring begins with a title"
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -229,7 +229,7 @@ class Watch:
 
     @property
     def results(self) -> Results:
-        """The cosines measured so far: ``live``, ``optimal`` and ``shampoo2``; empty without ``loss`` and ``data``."""
+        """The cosines measured so far (``live``, ``optimal``, ``shampoo2``); empty without ``loss`` and ``data``."""
         return self._records.results
 
     @property
