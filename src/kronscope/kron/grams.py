@@ -190,7 +190,13 @@ def positions_gram(kept: Tensor, products: Tensor, weights: Tensor | None = None
 
 
 def is_symmetric(matrix: Tensor | None) -> bool:
-    """Whether a matrix is symmetric to the last bit; None stands for the identity.
+    """Say whether a matrix is symmetric to the last bit.
+
+    Args:
+        matrix: The matrix; None stands for the identity.
+
+    Returns:
+        True if it equals its transpose.
 
     >>> is_symmetric(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
     True
