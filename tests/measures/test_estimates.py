@@ -228,6 +228,46 @@ def test_real_labels_are_compared_with_an_estimated_truth_without_its_bias() -> 
         assert abs(other.cosine - row.cosine) <= 3 * other.stderr + 1e-9
 
 
+def test_probes_of_an_estimated_truth_see_neither_its_noise_nor_themselves() -> None:
+    """Plain probes would give a cosine with a noisy matrix: 0.74 where 0.83 is right."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.GELU(), nn.Linear(30, 400))
+    data = [(torch.randn(32, 20), torch.randint(400, (32,)))]
+    loss, probes = nn.CrossEntropyLoss(), ks.Probes(count=200)
+    exact = ks.measure(model, loss, data, ["0.weight"], progress=False)
+    probed = ks.measure(model, loss, data, ["0.weight"], estimator=probes, max_columns=16, progress=False)
+    for row, other in zip(exact, probed, strict=True):
+        assert abs(other.cosine - row.cosine) <= 3 * other.stderr
+        assert 0.003 < other.stderr < 0.03
+
+
+def test_every_approximation_is_estimated_from_float32_columns() -> None:
+    """Iterations that ask for ten digits do not find them in float32, and need not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 300))
+    data = [(torch.randn(32, 6), torch.randint(300, (32,)))]
+    loss, names = nn.CrossEntropyLoss(), approx.names()
+    exact = ks.measure(model, loss, data, ["0.weight"], approximations=names, progress=False)
+    estimated = ks.measure(
+        model, loss, data, ["0.weight"], approximations=names, max_columns=16, accuracy=0.02, progress=False
+    )
+    for row, other in zip(exact, estimated, strict=True):
+        assert abs(other.cosine - row.cosine) <= 3.5 * other.stderr, row.approximation
+
+
+def test_a_layer_without_gradients_has_no_number_and_stops_no_other() -> None:
+    torch.manual_seed(0)
+    down, up = nn.Linear(6, 3, bias=False), nn.Linear(3, 8, bias=False)
+    nn.init.zeros_(up.weight)  # an adapter at its start
+    model = nn.Sequential(down, up, nn.Linear(8, 200))
+    data = [(torch.randn(16, 6), torch.randint(200, (16,)))]
+    results = ks.measure(model, nn.CrossEntropyLoss(), data, max_columns=8, accuracy=0.05, progress=False)
+    for row in results:
+        empty = row.layer in ("0.weight", "2.weight")  # without inputs, or without a way to the loss
+        assert math.isnan(row.cosine) == empty
+        assert math.isnan(row.relative_error) == empty
+
+
 @pytest.mark.parametrize(("value", "stderr"), [(-128.0, 95.0), (0.1, 0.2), (-0.1, 0.01), (1.5, 0.1)])
 def test_what_cannot_be_a_cosine_is_not_reported_as_one(value: float, stderr: float) -> None:
     estimate = checked(value, stderr)

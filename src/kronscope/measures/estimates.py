@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ FEWEST_RANDOM = 4
 # What stopping the search for the optimum early may change in the cosine: at most, and as a share of how far the halves
 # have their factors apart, which is of the size of the error bar or larger.
 _MOST_INEXACT, _INEXACT_SHARE, _LEAST_INEXACT = 3e-4, 0.01, 1e-12
+# At most so accurate are other iterations.
+_TOLERANCE = 1e-4
 # Groups of each half that are left out in turn.
 _GROUPS = 4
 
@@ -92,11 +94,17 @@ class RandomColumns:
         """The matrix's Frobenius norm, without the pairs that would make it too large."""
         return math.sqrt(max(self.square, 0.0))
 
+    @property
+    def plain_norm(self) -> float:
+        """The Frobenius norm of the columns as they are, pairs with themselves included."""
+        return math.sqrt(float(self._weights @ self._moment.column_pairs()[0].sum(1)))
+
     def cosine(self, approximation: Approximation) -> Estimate:
         """Estimate the cosine of an approximation that is fitted on the truth's own columns."""
         if not self.square > 0:
             return Estimate(math.nan, math.nan)
         inexact = 0.0
+        approximation = _loosened(approximation)
         if isinstance(approximation, Optimal):
             fits, inexact = _optima(self._halves)
         else:
@@ -237,6 +245,14 @@ class RandomColumns:
             variance += (groups - 1) / groups * float(((spread - spread.mean()) ** 2).sum())
             freedom += groups - 1
         return Estimate(value, math.sqrt(variance) * _widened(freedom))
+
+
+def _loosened(approximation: Approximation) -> Approximation:
+    """An iteration on random columns need not, and in float32 cannot, go on to the last digit."""
+    tolerance = getattr(approximation, "tolerance", None)
+    if tolerance is None or tolerance >= _TOLERANCE:
+        return approximation
+    return replace(approximation, tolerance=_TOLERANCE)  # type: ignore[type-var]
 
 
 def _optima(halves: Sequence[_Half]) -> tuple[list[Operator], float]:

@@ -96,7 +96,7 @@ def layer_rows(
 
     def estimated(approximation: Approximation, stream: GradientStream) -> Estimate:
         if probes is not None:
-            return probes.cosine(truth, approximation.fit(stream))
+            return _probed(probes, streams, approximation, stream)
         if silence:
             return Estimate(math.nan, math.nan, silence)
         if isinstance(resampler, RandomColumns):
@@ -130,12 +130,30 @@ def layer_rows(
             approximation=approximation.name,
             cosine=found.value,
             stderr=found.stderr,
-            relative_error=relative_error(min(1.0, found.value)),
+            relative_error=relative_error(found.value),
             samples=condition.samples,
             seconds=time.perf_counter() - started,
             note="; ".join(filter(None, [*notes, found.note])),
             options=", ".join(filter(None, options)),
         )
+
+
+def _probed(probes: Probes, streams: LayerStreams, approximation: Approximation, stream: GradientStream) -> Estimate:
+    """The paper's estimator; where the truth itself is estimated, its error and what a fit sees of itself count too."""
+    truth, operator = SecondMoment(streams.truth), approximation.fit(stream)
+    found = probes.cosine(truth, operator)
+    if not streams.truth.random_columns:
+        return found
+    columns = RandomColumns.of(streams.truth)
+    right, size = (
+        estimated_cosine(columns, streams, approximation, streams.batches),
+        columns.plain_norm * operator.norm(),
+    )
+    if math.isnan(right.value) or not size > 0:
+        return replace(right, stderr=math.hypot(right.stderr, found.stderr))
+    # what the probes would say without noise is the plain cosine
+    share = right.value * size / truth.inner(operator)
+    return checked(found.value * share, math.hypot(found.stderr * share, right.stderr))
 
 
 def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: GradientStream) -> float:
