@@ -17,7 +17,18 @@ from kronscope.curvature import SecondMoment
 from kronscope.gradients import GradientStream
 from kronscope.gradients.history import GradientHistory
 from kronscope.kron import Operator
-from kronscope.measures import Fit, Probes, Results, cosine, measure, measure_fits, measure_history, second_moment
+from kronscope.measures import (
+    Fit,
+    Probes,
+    Results,
+    StepQuality,
+    cosine,
+    measure,
+    measure_fits,
+    measure_history,
+    second_moment,
+    step_quality,
+)
 from kronscope.optim import (
     SOAP,
     Adaptive,
@@ -48,6 +59,7 @@ __all__ = [
     "Results",
     "SecondMoment",
     "Shampoo",
+    "StepQuality",
     "Trace",
     "Warmup",
     "Watch",
@@ -61,6 +73,7 @@ __all__ = [
     "measure_history",
     "param_groups",
     "second_moment",
+    "step_quality",
     "watch",
 ]
 

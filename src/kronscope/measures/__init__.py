@@ -12,6 +12,7 @@ from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, Resampler
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
+from kronscope.measures.steps import StepQuality, step_quality
 
 __all__ = [
     "Detail",
@@ -21,6 +22,7 @@ __all__ = [
     "Resampler",
     "Results",
     "Row",
+    "StepQuality",
     "batch_size_curve",
     "batch_stream",
     "cosine",
@@ -31,4 +33,5 @@ __all__ = [
     "measure_history",
     "relative_error",
     "second_moment",
+    "step_quality",
 ]

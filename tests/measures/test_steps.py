@@ -1,0 +1,65 @@
+"""Steps that are preconditioned with an approximation, against dense solves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kronscope as ks
+from kronscope import approx
+from kronscope.errors import KronscopeError, OptionError, ShapeError
+
+
+def problem(m: int, n: int, count: int) -> tuple[ks.GradientStream, Tensor]:
+    draw = torch.Generator().manual_seed(10 * m + n)
+    grads = torch.randn(count, m, n, generator=draw, dtype=torch.float64) * torch.logspace(
+        0, -2, n, dtype=torch.float64
+    )
+    return ks.GradientStream.from_tensors(grads), torch.randn(m, n, generator=draw, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["optimal", "shampoo2", "shampoo", "soap", "diagonal", "identity", "one-sided"])
+@pytest.mark.parametrize(("m", "n", "count"), [(3, 5, 40), (6, 2, 7)])
+def test_quality_is_that_of_dense_solves(name: str, m: int, n: int, count: int) -> None:
+    stream, g = problem(m, n, count)
+    H, K = ks.SecondMoment(stream), approx.get(name).fit(stream)
+    full, other = H.to_dense(), K.to_dense()
+    other = other * (full * other).sum() / other.square().sum()
+    eye, flat = torch.eye(m * n, dtype=torch.float64), g.flatten()
+    for found in ks.step_quality(H, K, g, damping=[0.01, 1.0]):
+        ridge = found.damping * full.diagonal().mean() * eye
+        newton, step = torch.linalg.solve(full + ridge, flat), torch.linalg.solve(other + ridge, flat)
+
+        def decrease(d: Tensor, ridge: Tensor = ridge, newton: Tensor = newton) -> float:
+            return float((flat @ d) ** 2 / (d @ (full + ridge) @ d) / (flat @ newton))
+
+        assert found.cosine == pytest.approx(float(step @ newton / step.norm() / newton.norm()), abs=1e-6)
+        assert found.decrease == pytest.approx(decrease(step), abs=1e-6)
+        assert found.plain_decrease == pytest.approx(decrease(flat), abs=1e-6)
+        assert 0 < found.iterations <= 2 * m * n
+
+
+def test_a_matrix_that_is_a_kronecker_product_is_inverted_perfectly() -> None:
+    pieces = [torch.einsum("a,b->ab", *pair) for pair in zip(torch.eye(2), torch.eye(2), strict=True)]
+    corners = torch.stack([*pieces, pieces[0].flip(1), pieces[1].flip(1)]).double()
+    stream = ks.GradientStream.from_tensors(corners)
+    H, K = ks.SecondMoment(stream), approx.get("shampoo2").fit(stream)
+    for found in ks.step_quality(H, K, torch.randn(2, 2)):
+        assert found.cosine == pytest.approx(1.0)
+        assert found.decrease == pytest.approx(1.0)
+
+
+def test_what_cannot_be_compared_is_refused_in_words() -> None:
+    stream, g = problem(3, 4, 10)
+    H, K = ks.SecondMoment(stream), approx.get("shampoo2").fit(stream)
+    with pytest.raises(ShapeError, match="the gradient is"):
+        ks.step_quality(H, K, g.T)
+    with pytest.raises(OptionError, match="damping must be positive"):
+        ks.step_quality(H, K, g, damping=[0.0])
+    with pytest.raises(OptionError, match="must not be zero"):
+        ks.step_quality(H, K, torch.zeros(3, 4))
+    with pytest.raises(KronscopeError, match="NaN or infinity"):
+        ks.step_quality(H, K, torch.full((3, 4), float("nan")))
+    with pytest.raises(OptionError, match="no eigenbasis"):
+        ks.step_quality(H, approx.get("kronecker-sum").fit(stream), g)
