@@ -199,6 +199,24 @@ def test_what_is_recommended(
     assert says in reason
 
 
+def test_layers_that_cannot_be_measured_are_left_out_with_a_word() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.idle = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.fc(x)
+            return found
+
+    data = [(torch.randn(8, 6), torch.randint(3, (8,)))]
+    with pytest.warns(UserWarning, match=r"no advice for idle\.weight"):
+        advice = ks.advise(Unused(), LOSS, data, progress=False)
+    assert [entry.layer for entry in advice.layers] == ["fc.weight"]
+    with pytest.raises(LayerError, match=r"idle\.weight"):
+        ks.advise(Unused(), LOSS, data, layers="idle.weight", progress=False)
+
+
 def test_what_cannot_be_advised_on_is_said() -> None:
     model, data = network(), images(4)
     with pytest.raises(OptionError, match="tolerance must be"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kronscope.advising.candidates import Candidate, by_kind, candidates
-from kronscope.errors import LayerError, OptionError
+from kronscope.errors import LayerError, MemoryBudgetError, OptionError
 from kronscope.gradients.matrices import resolve_layers, unwrap
 from kronscope.measures import Results
 from kronscope.measures.measure import measure
@@ -21,6 +22,7 @@ from kronscope.optim import Shampoo, param_groups
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.explain import table
 from kronscope.optim.roles import roles_in
+from kronscope.support.callers import callers_level
 from kronscope.support.files import write_json
 
 __all__ = ["Advice", "LayerAdvice", "Option", "advise"]
@@ -237,23 +239,37 @@ def advise(
             raise LayerError(f"layer {name!r} is not trained (requires_grad is False); leave it out.")
     if not chosen:
         raise LayerError("the model trains no matrix: there is nothing to advise on.")
-    parts = [
-        measure(
-            model,
-            loss,
-            data,
-            layers=names if layers is not None or len(names) < len(chosen) else None,
-            approximations=("optimal", *kind),
-            max_samples=max_samples,
-            seed=seed,
-            forward=forward,
-            memory_budget=memory_budget,
-            accuracy=accuracy,
-            max_columns=max_columns,
-            progress=progress,
-        )
-        for kind, names in by_kind(chosen).items()
-    ]
+
+    def measured(kind: tuple[Any, ...], names: list[str]) -> list[Results]:
+        """Measure layers of a kind; of those that nobody asked for by name, leave out what cannot be measured."""
+        try:
+            return [
+                measure(
+                    model,
+                    loss,
+                    data,
+                    layers=names,
+                    approximations=("optimal", *kind),
+                    max_samples=max_samples,
+                    seed=seed,
+                    forward=forward,
+                    memory_budget=memory_budget,
+                    accuracy=accuracy,
+                    max_columns=max_columns,
+                    progress=progress,
+                )
+            ]
+        except (LayerError, MemoryBudgetError) as error:
+            if layers is not None:
+                raise
+            if len(names) > 1:
+                return [part for name in names for part in measured(kind, [name])]
+            warnings.warn(f"no advice for {names[0]}: {error}", stacklevel=callers_level())
+            return []
+
+    parts = [part for kind, names in by_kind(chosen).items() for part in measured(kind, names)]
+    if not parts:
+        raise LayerError("no layer could be measured; the warnings say why.")
     results = parts[0].merge(*parts[1:])
     prices = _prices({name: chosen[name] for name in results.layers if name in chosen}, parameters, family or Shampoo)
     options = {
