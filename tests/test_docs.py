@@ -364,3 +364,16 @@ def test_the_tables_of_what_is_cheaper_are_their_record() -> None:
         assert " | ".join(f"{found['MiB']:.0f}" for found in part.values()) in text
     for found in record["mixture"]["Shampoo"].values():
         assert f"{found['loss']:.3f}" in text
+
+
+def test_the_table_of_what_watching_costs_is_its_record() -> None:
+    record = json.loads((RECORDS / "watch_cost.json").read_text(encoding="utf-8"))
+    text = (DOCS / "watching.md").read_text(encoding="utf-8")
+    for kind, found in record["cost"].items():
+        share = found["without data"]["watching, per cent"]
+        assert f"| {kind} | {share:.2f} |" in text
+        assert share <= 1
+        assert found["without data"]["parameters equal to the bit"]
+    with_data = record["cost"]["AdamW"]["with data"]
+    assert f"{with_data['watching, per cent']:.1f} % of the time of {record['steps with data']} steps" in text
+    assert with_data["watching, per cent"] <= 10
