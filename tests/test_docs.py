@@ -377,3 +377,13 @@ def test_the_table_of_what_watching_costs_is_its_record() -> None:
     with_data = record["cost"]["AdamW"]["with data"]
     assert f"{with_data['watching, per cent']:.1f} % of the time of {record['steps with data']} steps" in text
     assert with_data["watching, per cent"] <= 10
+
+
+def test_the_table_of_training_by_advice_is_its_record() -> None:
+    record = json.loads((RECORDS / "advice_training.json").read_text(encoding="utf-8"))
+    text = (DOCS / "advice.md").read_text(encoding="utf-8")
+    assert len(record["workloads"]) >= 3
+    for found in record["workloads"].values():
+        losses = [f"{found[kind]['mean of losses']:.3f}" for kind in ("defaults", "advised")]
+        seconds = [f"{found[kind]['mean of seconds']:.0f}" for kind in ("defaults", "advised")]
+        assert f"| {' | '.join([*losses, *seconds])} | {found['advice, seconds']:.0f} |" in text
