@@ -218,12 +218,14 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
     "loss",
     [
         nn.L1Loss(),
-        nn.CrossEntropyLoss(weight=torch.ones(3)),
-        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=-torch.ones(3)),
+        nn.CrossEntropyLoss(weight=torch.ones(17)),
+        nn.CrossEntropyLoss(label_smoothing=1.1),
+        lambda outputs, targets: outputs.cos().sum(),
         nn.CrossEntropyLoss(reduction="none"),
     ],
 )
-def test_losses_that_cannot_be_honoured_are_refused(loss: nn.Module) -> None:
+def test_losses_that_cannot_be_honoured_are_refused(loss: Any) -> None:
     model, data = mlp()
     with pytest.raises(OptionError):
         measure(model, data, loss)

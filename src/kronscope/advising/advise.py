@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kronscope.advising.candidates import Candidate, by_kind, candidates
 from kronscope.errors import LayerError, MemoryBudgetError, OptionError
+from kronscope.gradients.losses import LossFunction
 from kronscope.gradients.matrices import resolve_layers, unwrap
 from kronscope.measures import Results
 from kronscope.measures.measure import measure
@@ -169,7 +170,7 @@ class Advice:
 
 def advise(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     layers: Sequence[str] | str | None = None,
     *,
@@ -193,7 +194,7 @@ def advise(
 
     Args:
         model: The model, best after some training: curvature changes most in the first steps.
-        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
+        loss: The loss, as for :func:`kronscope.measure`.
         data: Batches ``(inputs, targets)``, as for :func:`kronscope.measure`.
         layers: Names or globs of whole parameters; None takes every matrix that is trained.
         tolerance: How much cosine a cheaper option may lose.

@@ -17,7 +17,7 @@ from kronscope.gradients.data import Batch, Batches, map_tensors, tensors_of
 from kronscope.gradients.forward import Forward, ForwardFunction, common_device
 from kronscope.gradients.guard import untouched
 from kronscope.gradients.layer_plan import LayerPlan
-from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, read_loss
+from kronscope.gradients.losses import LABEL_MODES, Columns, Draws, LossFunction, read_loss
 from kronscope.gradients.matrices import LayerSpec, check_plain, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import GradientStream
@@ -59,7 +59,7 @@ class Recorder:
 
     Args:
         model: The model.
-        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
+        loss: A module or function ``(outputs, targets) -> number``, as for :func:`kronscope.measure`.
         data: Pairs ``(inputs, targets)``, first dimension = samples, that can be iterated several times.
         specs: The layers, from :func:`~kronscope.gradients.matrices.resolve_layers`.
         forward: ``(model, inputs) -> logits`` for models with their own conventions.
@@ -99,7 +99,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: LossFunction,
         data: Iterable[Any],
         specs: Sequence[LayerSpec],
         forward: ForwardFunction | None = None,

@@ -10,6 +10,7 @@ from torch import nn
 
 from kronscope.approx import Approximation
 from kronscope.curvature import SecondMoment
+from kronscope.gradients.losses import LossFunction
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS, Fit
 from kronscope.measures.measurement import captured_layer, run
 from kronscope.measures.operators import OperatorSource
@@ -26,7 +27,7 @@ __all__ = ["measure", "measure_fits", "second_moment"]
 
 def measure(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     layers: Sequence[str] | str | None = None,
     truth: str = "gauss_newton",
@@ -64,7 +65,10 @@ def measure(
 
     Args:
         model: Any ``nn.Module`` that, in eval mode, treats the samples of a batch independently.
-        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``.
+        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss`` with their options, or any other
+            module or function ``(outputs, targets) -> number``, which is differentiated for each sample by itself:
+            always for the empirical Fisher matrix, and for Gauss–Newton if it is convex and a sample has at most 256
+            outputs.
         data: Batches ``(inputs, targets)`` with the samples in the first dimension; the same in every pass.
         layers: Parameter names or globs; ``"p[0:64]"`` takes rows of a parameter, ``"a+b"`` stacks two. None takes
             every parameter of two or more dimensions that fits the memory budget.
@@ -148,7 +152,7 @@ def measure(
 
 def measure_fits(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     fits: Sequence[Fit],
     layers: Sequence[str] | str | None = None,
@@ -238,7 +242,7 @@ def measure_fits(
 
 def second_moment(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     layer: str,
     truth: str = "gauss_newton",

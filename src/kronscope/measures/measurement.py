@@ -19,7 +19,7 @@ from kronscope.curvature import SecondMoment
 from kronscope.errors import LayerError, MemoryBudgetError, ModelError, OptionError
 from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
-from kronscope.gradients.losses import read_loss
+from kronscope.gradients.losses import LossFunction, read_loss
 from kronscope.kron.precision import exact_products
 from kronscope.measures.budget import affordable, size_text, sweeps
 from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, TruthColumns
@@ -43,7 +43,7 @@ __all__ = ["run"]
 
 def run(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     options: MeasureOptions,
     processes: Processes,
@@ -72,7 +72,7 @@ def run(
 
 def captured_layer(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     options: MeasureOptions,
     processes: Processes,
@@ -96,7 +96,7 @@ def _begun(model: nn.Module, options: MeasureOptions, processes: Processes) -> M
 @contextmanager
 def _recording(
     model: nn.Module,
-    loss: nn.Module,
+    loss: LossFunction,
     data: Iterable[Any],
     measurement: Measurement,
     processes: Processes,
@@ -110,7 +110,7 @@ def _recording(
         asked = {
             **options.to_json(),
             "layers": [(spec.name, spec.shape) for spec in specs],
-            "loss": read_loss(loss),
+            "loss": read_loss(loss, curved=options.truth == "gauss_newton"),
         }
     states = RandomStates(generators_of(data))
     try:

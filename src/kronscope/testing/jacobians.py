@@ -322,8 +322,9 @@ def _samples(
     forward: Forward | None,
     watch: str | None = None,
 ) -> list[_Sample]:
-    if loss.reduction not in ("mean", "sum"):
-        raise OptionError(f"the oracle needs a loss with mean or sum reduction, got {loss.reduction!r}.")
+    reduction = getattr(loss, "reduction", "mean")  # a loss of one's own may have none
+    if reduction not in ("mean", "sum"):
+        raise OptionError(f"the oracle needs a loss with mean or sum reduction, got {reduction!r}.")
     double = copy.deepcopy(model).double().eval().requires_grad_(True)
     targets = targets.double() if targets.is_floating_point() else targets
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []

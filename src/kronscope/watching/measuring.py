@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import DataError, KronscopeError, LayerError, MemoryBudgetError, OptionError
-from kronscope.gradients.losses import read_loss
+from kronscope.gradients.losses import LossFunction, read_loss
 from kronscope.gradients.matrices import resolve_layers
 from kronscope.kron import Operator
 from kronscope.measures.measure import measure
@@ -56,7 +56,7 @@ class Measuring:
 
     optimizer: Optimizer
     model: nn.Module
-    loss: nn.Module
+    loss: LossFunction
     data: Iterable[Any]
     layers: list[str]
     budget: float
@@ -68,7 +68,7 @@ class Measuring:
     cost: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        read_loss(self.loss)
+        read_loss(self.loss, curved=True)
         if hasattr(self.data, "__next__"):
             raise DataError("data must be iterable more than once: give a list or a DataLoader, not an iterator.")
         if not self.budget > 0:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import OptionError, RunError
+from kronscope.gradients.losses import LossFunction
 from kronscope.measures import Results
 from kronscope.measures.rows import Row
 from kronscope.measures.schema import to_plain
@@ -41,7 +42,7 @@ def watch(
     optimizer: Optimizer,
     model: nn.Module,
     every: int = 100,
-    loss: nn.Module | None = None,
+    loss: LossFunction | None = None,
     data: Iterable[Any] | None = None,
     layers: Sequence[str] | str | None = None,
     path: str | os.PathLike[str] | None = None,
@@ -67,7 +68,7 @@ def watch(
         optimizer: Any torch optimizer, or a framework's wrapper around one.
         model: The model whose parameters it trains.
         every: Steps from one record to the next.
-        loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss``; given together with ``data``.
+        loss: The loss, as for :func:`kronscope.measure`; given together with ``data``.
         data: Batches ``(inputs, targets)`` to measure on, as for :func:`kronscope.measure`. A few dozen samples do.
         layers: Names, globs, row ranges and stacks as for :func:`kronscope.measure`; None takes every matrix that the
             optimizer trains.
