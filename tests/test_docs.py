@@ -377,6 +377,8 @@ def test_the_table_of_what_watching_costs_is_its_record() -> None:
     with_data = record["cost"]["AdamW"]["with data"]
     assert f"{with_data['watching, per cent']:.1f} % of the time of {record['steps with data']} steps" in text
     assert with_data["watching, per cent"] <= 10
+    short = record["cost"]["AdamW"]["with data, 100 steps"]
+    assert f"A run of 100 steps took {short['watching, per cent']:.1f} %" in text
 
 
 def test_the_table_of_training_by_advice_is_its_record() -> None:

@@ -74,9 +74,9 @@ def watch(
             optimizer trains.
         path: A folder for the records.
         log: Called with the step and named numbers for each record; ``ks.integrations.loggers`` has some.
-        budget: The fraction of training's time that measuring cosines may take, after its first two seconds. Where
-            measuring all layers takes longer, they take turns, and records in between have no cosines. ``math.inf``
-            measures all layers for every record.
+        budget: The fraction of training's time that measuring cosines may take, after its first two seconds and its
+            first layer, whose cost is not known before. Where measuring all layers takes longer, they take turns, and
+            records in between have no cosines. ``math.inf`` measures all layers for every record.
         max_samples: Measure on the first samples of the data only.
         forward: ``(model, inputs) -> outputs`` for models with their own conventions, for measuring.
         start: Steps taken before. None: what the optimizer has counted; where it counts none, as SGD, what the
