@@ -44,7 +44,7 @@ def test_every_optimizer_steps_as_on_the_cpu(name, where):
     with Machine() as machine:
         _, there = run(MAKERS[name], machine, places, dtype=dtype)
         assert {str(p.device) for p in there} == {f"{place}:0" if place == "mps" else place for place in places}
-        # eigenvectors of the 264 x 264 factor's null space are arbitrary: rounding decides what SOAP and a warm start see
+        # eigenvectors in the null space of the 264 x 264 factor are arbitrary, and rounding decides them
         exact = 1e-8 if dtype == torch.float64 else 2e-3
         assert close(values(there), here, 0.05 if "soap" in name or "warm" in name else exact)
 
