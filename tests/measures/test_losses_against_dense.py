@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kronscope as ks
 from kronscope.errors import OptionError
+from kronscope.gradients import Recorder, resolve_layers
 from kronscope.testing import jacobians
 
 F64 = torch.float64
@@ -105,3 +106,24 @@ def test_any_loss_has_an_empirical_fisher_matrix() -> None:
         assert float((found - expected).norm()) < 1e-12 * float(expected.norm())
         with pytest.raises(OptionError, match="truth='empirical_fisher'"):
             ks.second_moment(*arguments, progress=False)
+
+
+def test_hessians_of_a_chunk_stay_within_the_memory_budget() -> None:
+    torch.manual_seed(0)
+    model, outputs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 128)), 128
+    seen: list[int] = []
+
+    def forward(model: nn.Module, inputs: Tensor) -> Tensor:
+        seen.append(len(inputs))
+        found: Tensor = model(inputs)
+        return found
+
+    data = [(torch.randn(64, 2), torch.randn(64, outputs))]
+    recorder = Recorder(
+        model, nn.HuberLoss(), data, resolve_layers(model, ["0.weight"]), forward=forward, chunk_bytes=1 << 20
+    )
+    for labels, most in (("exact", (1 << 20) // (8 * outputs**2)), ("real", 64)):
+        seen.clear()
+        recorder.streams(labels)
+        assert max(seen) <= most
+    assert max(seen) == 64

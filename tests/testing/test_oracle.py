@@ -179,6 +179,12 @@ def test_sampled_labels_give_gauss_newton_in_expectation(reduction: str, name: s
     torch.testing.assert_close(total, expected)
 
 
+def test_drawn_labels_of_a_smoothed_loss_are_not_its_fisher_matrix() -> None:
+    for loss in (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.ones(3, dtype=torch.float64))):
+        with pytest.raises(OptionError, match="without weights and smoothing"):
+            oracle.fisher_of_draws(Tokens(), loss, TOKENS, TARGETS[None], "mix.weight")
+
+
 def test_atoms_of_a_model_add_up_to_its_matrix() -> None:
     model, loss = Tokens(), nn.CrossEntropyLoss()
     for rows in (slice(None), slice(1, 2)):

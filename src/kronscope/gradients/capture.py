@@ -356,7 +356,7 @@ class Recorder:
         done = 0
         for number, batch in enumerate(self._batches):
             plans = {plan.name: plan for plan in self._plans_for(batch, request)}
-            step = self._chunk_size(batch, plans.values())
+            step = self._chunk_size(batch, plans.values(), request.labels)
             for start in range(0, batch.size, step):
                 chunk = batch.take(slice(start, min(start + step, batch.size)))
                 # Batches 0, 1, 3, 7, ...: enough to notice samples that lie elsewhere, depending on the data.
@@ -366,11 +366,13 @@ class Recorder:
                 if self._progress is not None:
                     self._progress(done, self.own_samples)
 
-    def _chunk_size(self, batch: Batch, plans: Iterable[LayerPlan]) -> int:
+    def _chunk_size(self, batch: Batch, plans: Iterable[LayerPlan], labels: str) -> int:
         """Samples per chunk; longer sequences than the probe's have more positions."""
         growth = max(1.0, _entries_per_sample(batch) / self._probe_size)
         # vmap returns all columns before they are stacked, hence twice the memory.
         needed = sum(plan.bytes * (2 if plan.backend == "func" else growth) for plan in plans)
+        if labels in ("exact", "mixed"):
+            needed += self._loss.kept_bytes(self._routes.outputs)
         return max(1, int(self._chunk_bytes / max(needed, 1)))
 
     def _plans_for(self, batch: Batch, request: _Request) -> list[LayerPlan]:

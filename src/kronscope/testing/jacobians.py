@@ -261,6 +261,12 @@ class _Sample:
 
     def terms(self) -> int:
         """Number of terms that the loss averages over; 1 when it sums."""
+        given = [getattr(self.loss, option, None) for option in ("weight", "pos_weight")]
+        if any(weights is not None for weights in given) or getattr(self.loss, "label_smoothing", 0.0):
+            raise OptionError(
+                "gradients for drawn labels give the Fisher matrix of losses without weights and smoothing; compare "
+                "with gauss_newton, to which sampled labels lead in expectation."
+            )
         if self.loss.reduction == "sum":
             return 1
         if isinstance(self.loss, nn.CrossEntropyLoss):

@@ -90,6 +90,9 @@ class OutputLoss(Protocol):
     def exact_columns(self, outputs: torch.Size, terms: int) -> int:
         """The number of exact columns for outputs of this shape (samples first) and this many terms."""
 
+    def kept_bytes(self, outputs: torch.Size) -> int:
+        """Memory for each sample's exact or mixed columns until all are made, beyond some copies of the outputs."""
+
     def exact(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Columns whose outer products sum up to the Hessian of each sample's loss."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kronscope.errors import LabelError, NonFiniteError, OptionError
 from kronscope.gradients.data import checksum
-from kronscope.gradients.losses.columns import Columns, Draws, mixed_units, unit_columns
+from kronscope.gradients.losses.columns import Columns, Draws, mixed_units
 from kronscope.kron.devices import wide
 
 __all__ = ["DifferentiatedLoss"]
@@ -88,10 +88,15 @@ class DifferentiatedLoss:
         """One per output."""
         return math.prod(outputs[1:])
 
+    def kept_bytes(self, outputs: torch.Size) -> int:
+        """Eigenvectors, twice while they are put together."""
+        return 16 * math.prod(outputs[1:]) ** 2
+
     def exact(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Eigenvectors of the Hessians times the roots of the eigenvalues, the largest first."""
         roots, vectors = self._roots(outputs, targets)
-        return _rotated(unit_columns(roots), vectors, outputs)
+        columns = vectors.mul_(roots.unsqueeze(1))
+        return Columns(roots.shape[1], lambda index: columns[:, :, index].reshape(outputs.shape))
 
     def sampled(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
         """Raise OptionError: a loss alone does not say from what labels to draw."""
@@ -103,7 +108,13 @@ class DifferentiatedLoss:
     def mixed(self, outputs: Tensor, targets: Tensor, draws: Draws) -> Columns:
         """The largest exact columns, then ± sums of the others."""
         roots, vectors = self._roots(outputs, targets)
-        return _rotated(mixed_units(roots, roots, draws), vectors, outputs)
+        coordinates = mixed_units(roots, roots, draws)
+
+        def column(index: int) -> Tensor:
+            values: Tensor = vectors @ coordinates.make(index).unsqueeze(2)
+            return values.reshape(outputs.shape)
+
+        return Columns(coordinates.count, column)
 
     def column_sizes(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The eigenvalues."""
@@ -176,16 +187,6 @@ class DifferentiatedLoss:
                 "on the way (detach, numpy, item, argmax)."
             )
         return value.reshape(())
-
-
-def _rotated(coordinates: Columns, vectors: Tensor, outputs: Tensor) -> Columns:
-    """Columns given by their coordinates in each sample's eigenvectors."""
-
-    def column(index: int) -> Tensor:
-        values: Tensor = vectors @ coordinates.make(index).unsqueeze(2)
-        return values.reshape(outputs.shape)
-
-    return Columns(coordinates.count, column)
 
 
 def _jacobian(values: Tensor, point: Tensor) -> Tensor:

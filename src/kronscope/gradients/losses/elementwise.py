@@ -36,6 +36,10 @@ class SquaredError:
         """One per output."""
         return terms
 
+    def kept_bytes(self, outputs: torch.Size) -> int:
+        """Columns are made from the outputs when asked for."""
+        return 0
+
     def exact(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Scaled unit vectors."""
         values = torch.full(outputs.shape, math.sqrt(self._factor(outputs)), dtype=torch.float64, device=outputs.device)
@@ -103,6 +107,10 @@ class BinaryCrossEntropy:
     def exact_columns(self, outputs: torch.Size, terms: int) -> int:
         """One per output."""
         return terms
+
+    def kept_bytes(self, outputs: torch.Size) -> int:
+        """Columns are made from the outputs when asked for."""
+        return 0
 
     def exact(self, outputs: Tensor, targets: Tensor) -> Columns:
         """Unit vectors times the standard deviation of the label."""
