@@ -261,8 +261,9 @@ class _Sample:
 
     def terms(self) -> int:
         """Number of terms that the loss averages over; 1 when it sums."""
-        given = [getattr(self.loss, option, None) for option in ("weight", "pos_weight")]
-        if any(weights is not None for weights in given) or getattr(self.loss, "label_smoothing", 0.0):
+        weights = [getattr(self.loss, option, None) for option in ("weight", "pos_weight")]
+        smoothing: float = getattr(self.loss, "label_smoothing", 0.0)
+        if smoothing or any(given is not None for given in weights):
             raise OptionError(
                 "gradients for drawn labels give the Fisher matrix of losses without weights and smoothing; compare "
                 "with gauss_newton, to which sampled labels lead in expectation."
