@@ -220,7 +220,12 @@ class SecondMoment:
 
     def factors(self) -> tuple[PsdFactor, PsdFactor]:
         """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
-        return self._once("factors", lambda: (PsdFactor(self._contract(0, None)), PsdFactor(self._contract(1, None))))
+
+        def compute() -> tuple[PsdFactor, PsdFactor]:
+            narrow = self._in_float32()
+            return PsdFactor(self._contract(0, None), narrow=narrow), PsdFactor(self._contract(1, None), narrow=narrow)
+
+        return self._once("factors", compute)
 
     def matvec(self, V: Tensor) -> Tensor:
         r"""Return H times a vector, both as matrices: :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
