@@ -33,7 +33,7 @@ _MANY_OPERATIONS = 1e11
 _MANY_PAIRS = 2e13
 # About so many columns in all gave a standard error of one percent where many samples carry the matrix; an estimate
 # starts with that, at least and at most so many of each sample, and goes on to as many of each.
-_FOR_ONE_PERCENT = 200
+_FOR_ONE_PERCENT = 180
 _FIRST_COLUMNS, _MOST_COLUMNS = (FEWEST_RANDOM, 16), 256
 # Fewer label draws than this say too little about how they vary when one is left out.
 _FEW_DRAWS = 5
@@ -161,10 +161,11 @@ class TruthColumns:
         if self._asked is not None:
             return min(most, max(self._asked, 2 * FEWEST_RANDOM))
         in_all = _FOR_ONE_PERCENT * (0.01 / self._accuracy) ** 2
-        count = min(most, max(least, int(2.0 ** math.ceil(math.log2(in_all / self._samples)))))
+        # an even number, so that the halves are alike
+        count = min(most, max(least, 2 * math.ceil(in_all / self._samples / 2)))
         # where the model is sure of itself, exact columns leave so little that more of them are worth their cost
-        while count < most and 2 * self._variance(2 * count) < self._variance(count) / 2:
-            count *= 2
+        if count < most and most * self._variance(most) < count * self._variance(count) / 2:
+            return most
         return count
 
     def enough(self, columns: ColumnRequest, stderr: float, accuracy: float) -> ColumnRequest:
