@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+from tests.report.chromium import NAMES, Browser, browser, find_browser
 
 # Tests are many small products, which two threads only slow down; and they run in several processes anyway.
 torch.set_num_threads(1)
@@ -99,13 +100,14 @@ def data_dir() -> Path:
     return path
 
 
-@pytest.fixture
-def chromium() -> str:
-    """The path of a Chromium, or a skip."""
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
-        if found := shutil.which(name):
-            return found
-    pytest.skip("wants a browser: no chromium or google-chrome on PATH")
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for the tests of a module, or a skip."""
+    executable = find_browser()
+    if executable is None:
+        pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")
+    with browser(tmp_path_factory.mktemp("profile"), executable) as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

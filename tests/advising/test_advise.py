@@ -17,7 +17,7 @@ from kronscope.advising.candidates import Blocks, OneSide, candidates
 from kronscope.errors import LayerError, OptionError
 from kronscope.kron.block_diagonal import BlockDiagonal
 from kronscope.optim.blocks import LayoutOptions, plan_layout
-from tests.report.chromium import browser, find_browser
+from tests.report.chromium import Browser
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -232,19 +232,15 @@ def test_what_cannot_be_advised_on_is_said() -> None:
 
 
 @pytest.mark.browser
-def test_the_page_shows_every_option(tmp_path: Path) -> None:
-    executable = find_browser()
-    if executable is None:
-        pytest.skip("wants a browser")
+def test_the_page_shows_every_option(tmp_path: Path, opened: Browser) -> None:
     advice = ks.advise(network(), LOSS, images(), progress=False)
     data, page = advice.save(tmp_path)
     assert [entry["layer"] for entry in json.loads(data.read_text())["layers"]] == ["0.weight", "3.weight", "5.weight"]
-    with browser(tmp_path / "profile", executable) as found:
-        found.size(1000, 800)
-        found.open(page)
-        assert found.texts("#table tbody td:nth-child(1)") == ["0.weight", "3.weight", "5.weight"]
-        assert found.texts("#table tbody td:nth-child(3)") == [entry.choice.title for entry in advice.layers]
-        assert len(found.texts("#all .track")) == sum(len(entry.options) for entry in advice.layers)
-        assert found.console == []
-        assert all(address.startswith(("file:", "data:")) for address in found.requests)
-        found.screenshot(tmp_path / "advice.png")
+    opened.size(1000, 800)
+    opened.open(page)
+    assert opened.texts("#table tbody td:nth-child(1)") == ["0.weight", "3.weight", "5.weight"]
+    assert opened.texts("#table tbody td:nth-child(3)") == [entry.choice.title for entry in advice.layers]
+    assert len(opened.texts("#all .track")) == sum(len(entry.options) for entry in advice.layers)
+    assert opened.console == []
+    assert all(address.startswith(("file:", "data:")) for address in opened.requests)
+    opened.screenshot(tmp_path / "advice.png")

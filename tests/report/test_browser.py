@@ -12,7 +12,7 @@ import pytest
 from kronscope.measures.results import Detail, Results
 from kronscope.report import write_report
 from tests.figures import synthetic
-from tests.report.chromium import NAMES, Browser, browser, find_browser
+from tests.report.chromium import Browser
 
 pytestmark = pytest.mark.browser
 
@@ -34,15 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     odd = Results(rows, [sweep], {EVIL: {EVIL: [EVIL]}, "cut": EVIL, "notes": EVIL})
     write_report({EVIL: odd, "other": odd}, path / "odd.html", title=EVIL)
     return path
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    executable = find_browser()
-    if executable is None:
-        pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")
-    with browser(tmp_path_factory.mktemp("profile"), executable) as found:
-        yield found
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 import kronscope as ks
 from kronscope.errors import RunError
 from kronscope.watching.server import LiveServer, lines_from
-from tests.report.chromium import NAMES, Browser, browser, find_browser
+from tests.report.chromium import Browser
 from tests.watching.running import LOSS, OPTIMIZERS, network, points, train
 
 EVIL = "<b>\"x\"&'</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
@@ -30,15 +30,6 @@ def serving(folder: Path) -> Iterator[LiveServer]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    executable = find_browser()
-    if executable is None:
-        pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")
-    with browser(tmp_path_factory.mktemp("profile"), executable) as found:
-        yield found
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kronscope.advising import Advice, advise
+from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
 from kronscope.cli.terminal import open_console, say_where, unused
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
@@ -18,18 +19,15 @@ __all__ = ["command"]
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")],
-    data: Annotated[
-        str,
-        typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
-    ],
-    loss: Annotated[str, typer.Option(help="cross-entropy, mse or bce.")] = "cross-entropy",
-    checkpoint: Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")] = None,
+    model: Model,
+    data: Data,
+    loss: Loss = "cross-entropy",
+    checkpoint: Checkpoint = None,
     layer: Annotated[list[str] | None, typer.Option(help="Layer to advise on; may be given several times.")] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Use only the first samples.")] = None,
+    max_samples: MaxSamples = None,
     tolerance: Annotated[float, typer.Option(help="How much cosine a cheaper option may lose.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed of random columns.")] = 0,
-    memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
+    memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/advise.")] = None,
 ) -> None:
     """Tell for every layer of a model which preconditioner fits, what it costs and what to set."""
@@ -55,7 +53,6 @@ def command(
                 max_samples=max_samples,
                 seed=seed,
                 memory_budget=memory_budget,
-                progress=console.is_terminal,
             )
         )
         return found[0].results

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
 from kronscope.cli.terminal import open_console, say_where, unused
 from kronscope.measures import Fit
 from kronscope.measures.measurement import run
@@ -19,26 +20,23 @@ __all__ = ["command"]
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")],
-    data: Annotated[
-        str,
-        typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
-    ],
-    loss: Annotated[str, typer.Option(help="cross-entropy, mse or bce.")] = "cross-entropy",
-    checkpoint: Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")] = None,
+    model: Model,
+    data: Data,
+    loss: Loss = "cross-entropy",
+    checkpoint: Checkpoint = None,
     layer: Annotated[list[str] | None, typer.Option(help="Layer to measure; may be given several times.")] = None,
     truth: Annotated[str, typer.Option(help="gauss_newton or empirical_fisher.")] = "gauss_newton",
     labels: Annotated[str | None, typer.Option(help="exact, sampled or real.")] = None,
     batch_size: Annotated[int, typer.Option(help="The B of the batch lemmas.")] = 1,
     approximation: Annotated[list[str] | None, typer.Option(help="May be given several times; 'all' for all.")] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Use only the first samples.")] = None,
+    max_samples: MaxSamples = None,
     draws: Annotated[int, typer.Option(help="Label draws per sample.")] = 1,
     population: Annotated[bool, typer.Option(help="Answer for the population, with error bars.")] = False,
     estimator: Annotated[str, typer.Option(help="exact or probes.")] = "exact",
     detail: Annotated[list[str] | None, typer.Option(help="spectrum, exponents, batch_sizes.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of drawn labels and probes.")] = 0,
     step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
-    memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None,
+    memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
 ) -> None:
@@ -65,7 +63,7 @@ def command(
     results, written = run_measurement(
         out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
         {**sources, **options.to_json()},
-        lambda: run(network, criterion, batches, options, processes, progress=console.is_terminal, verbose=verbose)[0],
+        lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
         processes,
     )
     console.print(results)

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kronscope.curvature.chunk_pairs import over_pairs
+from kronscope.curvature.chunks import chunks_from
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
+from kronscope.gradients.stream import GradientStream
 
-__all__ = ["PairSums", "column_forms", "column_pair_sums"]
+__all__ = ["PairSums", "all_column_pairs", "column_forms", "column_pair_sums"]
 
 # Entries of the largest intermediate of one tile (doubles: 128 MB).
 _TILE_ENTRIES = 16 << 20
@@ -76,6 +79,35 @@ def column_pair_sums(first: Atoms, second: Atoms, *, same: bool = False, narrow:
             if same and at == to:
                 own[at] = squares.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return PairSums(rows, cols, own)
+
+
+def all_column_pairs(stream: GradientStream, *, factored: bool, narrow: bool) -> tuple[Tensor, Tensor]:
+    """Square the inner products of all pairs of a stream's columns; see :meth:`SecondMoment.column_pairs`.
+
+    Args:
+        stream: The atoms.
+        factored: Whether products are taken of factors, instead of whole gradients.
+        narrow: Whether float32 products are good enough, and safe.
+    """
+    samples, columns = stream.num_samples, stream.columns
+
+    def local() -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(samples, columns, dtype=torch.float64)
+        own = torch.zeros(samples, columns, columns, dtype=torch.float64)
+
+        def add(first: Atoms, second: Atoms, on_diagonal: bool) -> None:
+            pairs = column_pair_sums(first, second, same=on_diagonal, narrow=narrow)
+            sums[first.samples.cpu(), : first.columns] += pairs.first.cpu()
+            if on_diagonal:
+                own[first.samples.cpu(), : first.columns, : first.columns] = pairs.own.cpu()
+            else:
+                sums[second.samples.cpu(), : second.columns] += pairs.second.cpu()
+
+        over_pairs(lambda: chunks_from(stream, factored=factored), add, stream.processes)
+        return sums, own
+
+    found, own = stream.sums(local, [(samples, columns), (samples, columns, columns)])
+    return found, own
 
 
 def _cuts(atoms: Atoms, width: int) -> list[slice]:

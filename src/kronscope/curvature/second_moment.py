@@ -3,7 +3,6 @@ r"""The second-moment matrix of a gradient stream and everything that can be sai
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from kronscope.curvature.chunk_pairs import over_pairs
 from kronscope.curvature.chunks import FORMED, bounded, chunks_from, formed, own_gram, rotated_squares
-from kronscope.curvature.columns import column_forms, column_pair_sums
+from kronscope.curvature.columns import all_column_pairs, column_forms
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
+from kronscope.curvature.middles import Middles
 from kronscope.curvature.pairs import assembled_kernels, pair_squares, safe_in_float32
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
@@ -29,7 +29,6 @@ from kronscope.kron import (
     PsdFactor,
     is_symmetric,
     mode_gram,
-    position_products,
     positions_gram,
 )
 
@@ -38,9 +37,6 @@ __all__ = ["SecondMoment"]
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
-# Bytes of one matrix's products over positions that are kept, and of how many matrices.
-_MIDDLE_BYTES = 16 << 20
-_KEPT_MIDDLES = 6
 
 _T = TypeVar("_T")
 
@@ -167,30 +163,11 @@ class SecondMoment:
             :math:`g_{ic}^\top H g_{ic} = \sum_{jd} w_j \langle G_{ic}, G_{jd}\rangle^2` (N, c), and the squares
             :math:`\langle G_{ic}, G_{id}\rangle^2` (N, c, c) between the columns of each sample.
         """
-        samples, columns = self.stream.num_samples, self.stream.columns
 
-        def local() -> tuple[Tensor, Tensor]:
-            sums = torch.zeros(samples, columns, dtype=torch.float64)
-            own = torch.zeros(samples, columns, columns, dtype=torch.float64)
+        def compute() -> tuple[Tensor, Tensor]:
+            return all_column_pairs(self.stream, factored=self.plan().gram == "factored", narrow=self._in_float32())
 
-            def add(first: Atoms, second: Atoms, on_diagonal: bool) -> None:
-                pairs = column_pair_sums(first, second, same=on_diagonal, narrow=self._in_float32())
-                sums[first.samples.cpu(), : first.columns] += pairs.first.cpu()
-                if on_diagonal:
-                    own[first.samples.cpu(), : first.columns, : first.columns] = pairs.own.cpu()
-                else:
-                    sums[second.samples.cpu(), : second.columns] += pairs.second.cpu()
-
-            factored = self.plan().gram == "factored"
-            over_pairs(lambda: chunks_from(self.stream, factored=factored), add, self.stream.processes)
-            return sums, own
-
-        def compute() -> tuple[Tensor, ...]:
-            self.plan()
-            return self.stream.sums(local, [(samples, columns), (samples, columns, columns)])
-
-        sums, own = self._once("column_pairs", compute)
-        return sums, own
+        return self._once("column_pairs", compute)
 
     def distinct_sums(self) -> Tensor:
         r"""Return :math:`g_{ic}^\top H g_{ic}` (N, c) as it is in expectation over the random columns.
@@ -435,10 +412,11 @@ class SecondMoment:
 
     def _own_contraction(self, mode: int, other: Tensor | None) -> Tensor:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
+        symmetric = is_symmetric(other)
         for atoms, middle in self._with_middles(1 - mode, other):
             if isinstance(atoms, FactoredAtoms):
                 kept = (atoms.row_factors, atoms.col_factors)[mode]
-                gram = positions_gram(kept, middle, atoms.weights, symmetric=is_symmetric(other))
+                gram = positions_gram(kept, middle, atoms.weights, symmetric=symmetric)
             else:
                 weights = atoms.weights.repeat_interleave(atoms.columns)
                 middle_matrix = None if other is None else other.to(atoms.grads)
@@ -447,34 +425,8 @@ class SecondMoment:
         return total
 
     def _with_middles(self, mode: int, matrix: Tensor | None) -> Iterator[tuple[Atoms, Tensor]]:
-        """Iterate the chunks with the products F M Fᵀ (k, c or 1, t, t) of one side's factors; empty for whole ones.
-
-        The products with a matrix serve several contractions and forms: those with the last few matrices are kept.
-        """
-        kept = self.stream.memo.setdefault("middles", OrderedDict())
-        key: tuple[object, ...] = (mode, None)
-        if matrix is not None:
-            # a matrix that was changed in place is another one; in inference mode that cannot be seen
-            key = (mode, id(matrix), object() if matrix.is_inference() else matrix._version)
-        known = kept.get(key)
-        if known is not None:
-            kept.move_to_end(key)
-            yield from zip(self._ready(), known[1], strict=True)
-            return
-        made: list[Tensor] = []
-        size = 0
-        for atoms in self._ready():
-            middle = torch.empty(0)
-            if isinstance(atoms, FactoredAtoms):
-                middle = position_products((atoms.row_factors, atoms.col_factors)[mode], matrix)
-            size += middle.numel() * middle.element_size()
-            if size <= _MIDDLE_BYTES:
-                made.append(middle)
-            yield atoms, middle
-        if size <= _MIDDLE_BYTES and self.plan().contraction == "factored":
-            kept[key] = (matrix, made)  # the matrix is kept so that its id stays its own
-            while len(kept) > _KEPT_MIDDLES:
-                kept.popitem(last=False)
+        """Iterate the chunks with the products of one side's factors over positions; see :class:`Middles`."""
+        return self._once("middles", Middles).of(self._ready, mode, matrix)
 
     def _ready(self) -> Iterator[Atoms]:
         """Iterate bounded chunks in the form and type that contractions are done in."""

@@ -15,7 +15,7 @@ __all__ = ["assemble", "static"]
 
 
 def assemble(
-    template: str,
+    body: str,
     title: str,
     style: str,
     scripts: Sequence[str],
@@ -27,8 +27,8 @@ def assemble(
     """Return a page.
 
     Args:
-        template: HTML with ``{{policy}}``, ``{{generator}}``, ``{{title}}``, ``{{style}}``, ``{{text}}``, ``{{data}}``
-            and ``{{script}}`` where these belong.
+        body: What stands between the head and the script, with ``{{generator}}``, ``{{title}}`` and ``{{text}}`` where
+            these belong.
         title: The heading.
         style: The style sheet.
         scripts: Parts of the script, which see each other and nothing else does.
@@ -55,8 +55,9 @@ def assemble(
         "data": _embed(data),
         "script": script,
     }
+    page = static("frame.html").replace("{{body}}", body)
     # One pass, so that text which looks like a placeholder (a layer called "{{script}}") stays text.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], page)
 
 
 def static(name: str, package: str = "kronscope.report") -> str:

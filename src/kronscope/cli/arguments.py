@@ -1,0 +1,20 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Checkpoint", "Data", "Loss", "MaxSamples", "MemoryBudget", "Model"]
+
+Model = Annotated[str, typer.Argument(help="'package.module:name': a model, or a function that returns one.")]
+Data = Annotated[
+    str,
+    typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
+]
+Loss = Annotated[str, typer.Option(help="cross-entropy, mse or bce.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")]
+MaxSamples = Annotated[int | None, typer.Option(help="Use only the first samples.")]
+MemoryBudget = Annotated[str | None, typer.Option(help="Such as 4GiB.")]
