@@ -124,7 +124,7 @@ docs: $(VENV)/.installed-docs  ## the documentation as a site, in build/site; wa
 	@echo "the site is in build/site: open build/site/index.html"
 
 $(VENV)/.installed-dist: $(VENV)/.installed constraints-docs.txt
-	@$(PIP) -c constraints-docs.txt build twine hatchling
+	@$(PIP) -c constraints-docs.txt build twine hatchling==1.33.0
 	@touch $@
 
 dist: $(VENV)/.installed-dist  ## wheel and sdist in dist/, checked, installed into an empty environment and tried

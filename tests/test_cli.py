@@ -6,9 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,76 +17,9 @@ import typer
 import kronscope as ks
 from kronscope import cli
 from kronscope.paper.training import Event
+from tests.commands import Command, assert_refused, kronscope
 
-_MODULE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-inputs, targets = torch.randn(10, 4), torch.randint(0, 2, (10,))
-batches = [(inputs[:6], targets[:6]), (inputs[6:], targets[6:])]
-number = 3
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-def data():
-    return batches
-
-def empty():
-    return []
-
-def pressed():
-    class Pressed:
-        def __iter__(self):
-            raise KeyboardInterrupt
-    return Pressed()
-"""
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def kronscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command, run in this process in a folder of its own that holds a module ``mine``."""
-    (tmp_path / "mine.py").write_text(_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["kronscope", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        printed = capsys.readouterr()
-        return Ended(code or 0, printed.out, printed.err)
-
-    yield run
-    sys.modules.pop("mine", None)
-
-
-def _assert_refused(ended: Ended, *words: str) -> None:
-    assert ended.code == 2
-    assert "Traceback" not in ended.err
-    line = ended.err.strip()
-    assert line.startswith("kronscope: ")
-    assert "\n" not in line
-    for word in words:
-        assert word in line
-
+__all__ = ["kronscope"]
 
 # ---------------------------------------------------------------------- measure
 
@@ -189,7 +121,7 @@ def test_data_from_files(kronscope: Command, tmp_path: Path, form: str) -> None:
 def test_mistakes_end_in_one_line_and_the_folder_stays_free(
     kronscope: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    _assert_refused(kronscope("measure", *arguments, "--out", "out"), *words)
+    assert_refused(kronscope("measure", *arguments, "--out", "out"), *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -197,7 +129,7 @@ def test_a_refused_measurement_leaves_an_old_folder_as_it_was(kronscope: Command
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     arguments = ("measure", "mine:build", "--data", "mine:data", "--approximation", "identity", "--out", "out")
-    _assert_refused(kronscope(*arguments, "--layer", "typo"), "typo")
+    assert_refused(kronscope(*arguments, "--layer", "typo"), "typo")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
     again = kronscope(*arguments)
     assert again.code == 0, again.err
@@ -215,7 +147,7 @@ def test_a_folder_that_holds_a_run_is_not_written_to(kronscope: Command, tmp_pat
     assert kronscope(*arguments).code == 0
     before = (tmp_path / "out" / "results.json").read_bytes()
     ended = kronscope(*arguments)
-    _assert_refused(ended, "already holds a run", "--out")
+    assert_refused(ended, "already holds a run", "--out")
     assert "--resume" not in ended.err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
     assert "--resume" not in kronscope("demo", "--out", "out").err
@@ -257,7 +189,7 @@ def test_a_demo_that_was_interrupted_goes_on_and_one_that_ended_is_refused(
         pressed = kronscope("demo", "--out", "out")
         assert pressed.code == 130
         assert "the same command goes on, with the demo's folder as --out" in pressed.err
-        _assert_refused(kronscope("demo", "--out", "out", "--seed", 1), "seed is 0 there, 1 was asked")
+        assert_refused(kronscope("demo", "--out", "out", "--seed", 1), "seed is 0 there, 1 was asked")
         ended = kronscope("demo", "--out", "out")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())
@@ -268,7 +200,7 @@ def test_a_demo_that_was_interrupted_goes_on_and_one_that_ended_is_refused(
     assert steps[20] > 0, "it went on from a checkpoint"
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "done.json"):
         assert (tmp_path / "out" / name).stat().st_size > 0, name
-    _assert_refused(kronscope("demo", "--out", "out"), "already holds a run", "finished", "--out")
+    assert_refused(kronscope("demo", "--out", "out"), "already holds a run", "finished", "--out")
 
 
 # ---------------------------------------------------------------------- report
@@ -293,14 +225,14 @@ def test_a_run_is_not_reported_twice(kronscope: Command, tmp_path: Path) -> None
     row = ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)
     (tmp_path / "a").mkdir()
     ks.Results([row]).save(tmp_path / "a" / "results.json")
-    _assert_refused(kronscope("report", "a", "a/results.json"), "twice")
+    assert_refused(kronscope("report", "a", "a/results.json"), "twice")
     assert not (tmp_path / "a" / "report.html").exists()
 
 
 def test_a_report_of_nothing_is_refused(kronscope: Command, tmp_path: Path) -> None:
-    _assert_refused(kronscope("report", "absent"), "absent")
+    assert_refused(kronscope("report", "absent"), "absent")
     (tmp_path / "results.json").write_text("{")
-    _assert_refused(kronscope("report", "."), "results.json")
+    assert_refused(kronscope("report", "."), "results.json")
 
 
 # ---------------------------------------------------------------------- the paper
@@ -321,13 +253,13 @@ def test_a_figure_of_the_paper_and_going_on_with_it(kronscope: Command, tmp_path
         assert row.cosine == pytest.approx(1.0, abs=1e-6)
     assert "steps 25 -> 5" in ended.out
     before = (folder / "results.json").read_bytes()
-    _assert_refused(kronscope(*arguments), "--resume", "--out")
+    assert_refused(kronscope(*arguments), "--resume", "--out")
     (folder / "figure1.png").unlink()
     again = kronscope(*arguments, "--resume")
     assert again.code == 0, again.err
     assert (folder / "results.json").read_bytes() == before
     assert (folder / "figure1.png").exists()
-    _assert_refused(
+    assert_refused(
         kronscope(*arguments[:-2], "--seed", 1, "--out", folder, "--resume"), "another configuration", "seed"
     )
 
@@ -365,7 +297,7 @@ def test_figure3_has_real_labels_and_two_batch_sizes(kronscope: Command, tmp_pat
 def test_mistakes_in_paper_commands(
     kronscope: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    _assert_refused(kronscope("paper", *arguments, "--out", "out"), *words)
+    assert_refused(kronscope("paper", *arguments, "--out", "out"), *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -419,7 +351,7 @@ def test_watch_serves_a_run_and_opens_its_page(
     assert opened == [ended.out.split()[0]]
     assert kronscope("watch", "run").code == 0
     assert len(opened) == 1
-    _assert_refused(kronscope("watch", "elsewhere"), "holds no run")
+    assert_refused(kronscope("watch", "elsewhere"), "holds no run")
 
 
 def test_advise_leaves_advice_and_results(kronscope: Command, tmp_path: Path) -> None:
@@ -432,4 +364,4 @@ def test_advise_leaves_advice_and_results(kronscope: Command, tmp_path: Path) ->
     found = json.loads((tmp_path / "advice" / "advice.json").read_text())
     assert [entry["layer"] for entry in found["layers"]] == ["0.weight", "2.weight"]
     assert {row.samples for row in ks.Results.load(tmp_path / "advice" / "results.json")} == {8}
-    _assert_refused(kronscope("advise", "mine:build", "--data", "mine:data", "--tolerance", 2), "tolerance must be")
+    assert_refused(kronscope("advise", "mine:build", "--data", "mine:data", "--tolerance", 2), "tolerance must be")

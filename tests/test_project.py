@@ -68,3 +68,9 @@ def test_commands_in_the_workflows_exist() -> None:
         names = {name for pair in used for name in pair if name}
         assert names, f"{path.name} runs nothing"
         assert names <= targets
+
+
+def test_the_build_backend_is_one_version() -> None:
+    (wanted,) = pyproject()["build-system"]["requires"]
+    assert re.fullmatch(r"hatchling==[\d.]+", wanted)
+    assert wanted in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,20 @@ from torch import Tensor, nn
 
 from kronscope import approx
 from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
+from kronscope.gradients import forward
 from kronscope.gradients.data import map_tensors, tensors_of
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
 from kronscope.support.processes import Processes
 
-__all__ = ["approximation_names", "load_data", "load_loss", "load_model", "load_object", "own_part"]
+__all__ = [
+    "approximation_names",
+    "blaming_the_model",
+    "load_data",
+    "load_loss",
+    "load_model",
+    "load_object",
+    "own_part",
+]
 
 _LOSSES = {"cross-entropy": nn.CrossEntropyLoss, "mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss}
 _BATCH = 256
@@ -74,6 +85,31 @@ def load_model(target: str, checkpoint: Path | None = None) -> nn.Module:
             raise ModelError(f"{checkpoint} cannot be loaded into the model: {_line(error)}") from error
     checked: nn.Module = model
     return checked
+
+
+@contextmanager
+def blaming_the_model() -> Iterator[None]:
+    """Say in words what fails in the user's model, for example on data of another width.
+
+    Raises:
+        ModelError: The model's forward pass failed; the text names the error and the line of the user's code.
+    """
+    try:
+        yield
+    except KronscopeError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = next((at for at, frame in enumerate(frames) if frame.filename == forward.__file__), None)
+        if inside is None:
+            raise
+        others = (str(Path(torch.__file__).parent), forward.__file__)
+        own = [frame for frame in frames[inside:] if not frame.filename.startswith(others)]
+        where = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
+        raise ModelError(
+            f"the model fails on this data{where}: {type(error).__name__}: {_line(error)}. "
+            "Give data that the model can be called with."
+        ) from error
 
 
 def load_loss(name: str) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -10,16 +9,10 @@ import typer
 
 import kronscope
 from kronscope.cli import advise, demo, measure, paper, report, watch
-from kronscope.errors import KronscopeError
-from kronscope.support.launch import is_rank_0, process_group
+from kronscope.cli.ending import one_line_endings
+from kronscope.support.launch import process_group
 
 __all__ = ["app", "main"]
-
-_INTERRUPTED = 130
-_GOING_ON = {
-    "paper": "; the same command with --resume goes on",
-    "demo": "; the same command goes on, with the demo's folder as --out",
-}
 
 app = typer.Typer(
     help="See Shampoo's preconditioner: how well Kronecker products approximate curvature.",
@@ -34,22 +27,12 @@ for _name, _module in (("advise", advise), ("demo", demo), ("measure", measure),
 
 
 def main() -> None:
-    """Run the command line; errors meant for people end it with one line and exit code 2.
+    """Run the command line; what a person can mend ends it with one line and exit code 2.
 
     Started by torchrun, all processes work on one run, and rank 0 writes.
     """
-    try:
-        with process_group():
-            app()
-    except KronscopeError as error:
-        name = "kronscope" if is_rank_0() else f"kronscope (process {os.environ['RANK']})"
-        sys.stderr.write(f"{name}: {error}\n")
-        raise SystemExit(2) from None
-    except SystemExit as end:
-        # typer turns Ctrl-C into this
-        if end.code == _INTERRUPTED:
-            sys.stderr.write(f"kronscope: interrupted{_GOING_ON.get(''.join(sys.argv[1:2]), '')}.\n")
-        raise
+    with one_line_endings("".join(sys.argv[1:2])), process_group():
+        app()
 
 
 def _print_version(asked: bool) -> None:

@@ -9,11 +9,11 @@ import typer
 
 from kronscope.advising import Advice, advise
 from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import open_console, say_where, unused
+from kronscope.cli.terminal import open_console, say, say_where, unused
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.launch import is_rank_0
-from kronscope.targets import load_data, load_loss, load_model
+from kronscope.targets import blaming_the_model, load_data, load_loss, load_model
 
 __all__ = ["command"]
 
@@ -35,7 +35,7 @@ def command(
         return  # it is for one process
     console = open_console()
     network = load_model(model, checkpoint)
-    batches = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    batches = load_data(data, network, lambda line: say(console, line))
     criterion = load_loss(loss)
     asked = {"layer": layer, "max_samples": max_samples, "tolerance": tolerance, "seed": seed}
     sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
@@ -55,11 +55,13 @@ def command(
                 memory_budget=memory_budget,
             )
         )
+        # before the results, which say that there is no more to do
+        found[0].save(target)
         return found[0].results
 
     config = {"command": "advise", **sources, **asked, "memory_budget": memory_budget}
-    _, written = run_measurement(target, config, measured)
+    with blaming_the_model():
+        _, written = run_measurement(target, config, measured)
     if found:
-        console.print(str(found[0]), highlight=False, soft_wrap=True, markup=False)
-        written += found[0].save(target)
-    say_where(console, written)
+        say(console, str(found[0]))
+    say_where(console, [*written, target / "advice.json", target / "advice.html"])

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kronscope.cli.terminal import ShowTraining, open_console, say_where, unused
+from kronscope import figures
+from kronscope.cli.terminal import ShowTraining, open_console, say, say_where, unused
 from kronscope.measures import Results
 from kronscope.paper import Experiment, plans, scaled
 from kronscope.paper.outputs import prefixed, write_outputs
@@ -27,6 +28,7 @@ def command(
     """Figure 1 on embedded data: three small models, table, picture and report, in under two minutes."""
     if not is_rank_0():
         return  # it is small enough for one
+    figures.require_matplotlib()
     console = open_console()
     target = unused(Path("runs/demo")) if out is None else out
     plan = plans.get("figure1")
@@ -37,7 +39,7 @@ def command(
             settings = scaled(name, seed=seed)
             experiment = Experiment(plan, settings, settings.load_data())
             titles[name] = settings.definition.title
-            console.print(f"[bold]{titles[name]}[/bold]: {settings.steps} steps", highlight=False)
+            say(console, f"{titles[name]}: {settings.steps} steps", "bold")
             with ShowTraining(console) as show:
                 found[name] = experiment.run(
                     target / name, resume=True, show=show, show_bars=console.is_terminal, distributed=False
@@ -52,9 +54,9 @@ def command(
     final = [row for row in everything if row.step == last[row.layer]]
     console.print(Results(final, settings={"title": "after training"}))
     say_where(console, [run.results_path, *written])
-    console.print(f"\n{_in_words(everything)}", highlight=False)
+    console.print(f"\n{_in_words(everything)}", highlight=False, markup=False)
     report = next(path for path in written if path.suffix == ".html")
-    console.print(f"\nTo open the report:  python -m webbrowser {report}", highlight=False, soft_wrap=True)
+    say(console, f"\nTo open the report:  python -m webbrowser {report}")
 
 
 def _in_words(results: Results) -> str:

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import open_console, say_where, unused
+from kronscope.cli.terminal import open_console, say, say_where, unused
 from kronscope.measures import Fit
 from kronscope.measures.measurement import run
 from kronscope.measures.options import MeasureOptions
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.processes import find_processes
-from kronscope.targets import approximation_names, load_data, load_loss, load_model, own_part
+from kronscope.targets import approximation_names, blaming_the_model, load_data, load_loss, load_model, own_part
 
 __all__ = ["command"]
 
@@ -56,15 +56,16 @@ def command(
             memory_budget=memory_budget,
         )
         network = load_model(model, checkpoint)
-        found = load_data(data, network, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        found = load_data(data, network, lambda line: say(console, line))
         batches = own_part(found, processes)
         criterion = load_loss(loss)
     sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
-    results, written = run_measurement(
-        out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
-        {**sources, **options.to_json()},
-        lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
-        processes,
-    )
+    with blaming_the_model():
+        results, written = run_measurement(
+            out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
+            {**sources, **options.to_json()},
+            lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
+            processes,
+        )
     console.print(results)
     say_where(console, written)

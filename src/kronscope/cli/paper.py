@@ -10,7 +10,8 @@ from typing import Annotated, get_type_hints
 
 import typer
 
-from kronscope.cli.terminal import ShowTraining, open_console, say_where
+from kronscope import figures
+from kronscope.cli.terminal import ShowTraining, open_console, say, say_where
 from kronscope.errors import OptionError
 from kronscope.measures import Results
 from kronscope.paper import Experiment, Options, plans, scaled, workloads
@@ -75,14 +76,15 @@ for _plan in plans.all_plans():
 
 
 def _reproduce(plan: Plan, asked: _Asked) -> None:
+    figures.require_matplotlib()
     console = open_console()
     experiment = _prepare(plan, asked)
     workload = experiment.settings.definition
-    console.print(f"[bold]{workload.title}[/bold] on {experiment.dataset.title}", highlight=False)
+    say(console, f"{workload.title} on {experiment.dataset.title}", "bold")
     for line in experiment.settings.cuts or ("nothing was cut",):
-        console.print(f"  cut: {line}", highlight=False)
+        say(console, f"  cut: {line}")
     for line in workload.notes:
-        console.print(f"  note: {line}", highlight=False)
+        say(console, f"  note: {line}")
     target = asked.out or Path("runs") / f"{plan.name}-{asked.workload}"
     with ShowTraining(console) as show:
         results = experiment.run(target, resume=asked.resume, show=show, show_bars=console.is_terminal)

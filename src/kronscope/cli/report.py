@@ -38,5 +38,10 @@ def command(
         raise OptionError(f"A run is given twice among {', '.join(map(str, run))}; give each one once.")
     several = dict(zip(names, loaded, strict=True))
     target = out or files[0].parent / "report.html"
+    if out is None and target.is_symlink():
+        raise OptionError(
+            f"{target} is a symbolic link to {target.readlink()}, which would be overwritten; remove it, or say where "
+            "the page shall be (--out FILE)."
+        )
     write_report(loaded[0] if len(loaded) == 1 else several, target, title=title)
     say_where(open_console(), [target])

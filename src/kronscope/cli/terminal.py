@@ -11,8 +11,9 @@ from rich.console import Console
 from kronscope.measures.progress import Bar
 from kronscope.paper.training import Event
 from kronscope.support.launch import is_rank_0
+from kronscope.support.texts import printable
 
-__all__ = ["ShowTraining", "open_console", "say_where", "unused"]
+__all__ = ["ShowTraining", "open_console", "say", "say_where", "unused"]
 
 
 def open_console() -> Console:
@@ -20,11 +21,16 @@ def open_console() -> Console:
     return Console(quiet=not is_rank_0())
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print text as it is: square brackets in a path are no markup, and its width is the terminal's business."""
+    console.print(printable(text), style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+
 def say_where(console: Console, paths: Iterable[Path]) -> None:
     """List the files a command has written."""
-    console.print("Written:", highlight=False)
+    say(console, "Written:")
     for path in dict.fromkeys(paths):
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        say(console, f"  {path}")
 
 
 def unused(path: Path) -> Path:
@@ -68,7 +74,7 @@ class ShowTraining:
         self._stop()  # measurements have bars of their own
         if not self._console.is_terminal:
             what = f"measuring at step {event.step} of {event.steps}" if event.kind == "measure" else "training is done"
-            self._console.print(f"  {what}", highlight=False)
+            say(self._console, f"  {what}")
 
     def _stop(self) -> None:
         if self._bar is not None:

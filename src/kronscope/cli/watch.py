@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kronscope.cli.terminal import open_console
+from kronscope.cli.terminal import open_console, say
 from kronscope.support.launch import is_rank_0
 from kronscope.watching.server import LiveServer
 
@@ -25,7 +25,7 @@ def command(
     if not is_rank_0():
         return
     with LiveServer(run, port) as server:
-        open_console().print(f"{server.url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+        say(open_console(), f"{server.url}  (Ctrl-C ends it)")
         if open_page:
             webbrowser.open(server.url)
         with contextlib.suppress(KeyboardInterrupt):

@@ -6,7 +6,7 @@ Each function returns a matplotlib figure of its own, without touching global se
 from __future__ import annotations
 
 from kronscope.figures.batch_sizes import batch_sizes
-from kronscope.figures.canvas import save
+from kronscope.figures.canvas import require_matplotlib, save
 from kronscope.figures.cosines import cosines
 from kronscope.figures.exponents import exponents
 from kronscope.figures.figure1 import figure1
@@ -24,5 +24,6 @@ __all__ = [
     "figure3",
     "figure4",
     "figure5",
+    "require_matplotlib",
     "save",
 ]

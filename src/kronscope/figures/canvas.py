@@ -28,6 +28,7 @@ __all__ = [
     "legend_below",
     "looks_for",
     "new_figure",
+    "require_matplotlib",
     "save",
     "set_cosine_axis",
     "step_axis",
@@ -41,17 +42,29 @@ INK = "#444444"
 ERROR_NOTE = "± one standard error"
 
 
+def require_matplotlib() -> None:
+    """Say at once that figures cannot be drawn, before hours of work that end in one.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("Figures need matplotlib; install it with: pip install 'kronscope[figures]'") from error
+
+
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure that is not registered with pyplot, so nothing global changes and nothing needs closing.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("Figures need matplotlib; install it with: pip install 'kronscope[figures]'") from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -37,6 +37,7 @@ from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
 from kronscope.support.callers import callers_level
 from kronscope.support.processes import Processes
+from kronscope.support.texts import printable
 
 __all__ = ["run"]
 
@@ -60,7 +61,7 @@ def run(
     try:
         with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
             if verbose and processes.rank == 0:
-                measurement.tell = sys.stderr.write
+                measurement.tell = lambda text: sys.stderr.write(printable(text))
             measurement.go(recorder, bar)
     except KeyboardInterrupt:
         measurement.partial = True

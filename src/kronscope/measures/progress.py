@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kronscope.support.texts import printable
+
 __all__ = ["Bar"]
 
 # Seconds before the first line where there is no terminal, and between lines.
@@ -26,7 +28,7 @@ class Bar:
         console = Console(stderr=True)
         self._lines = shown and not console.is_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -53,20 +55,21 @@ class Bar:
 
     def begin(self, what: str, total: int) -> None:
         """Start a new piece of work."""
+        what = printable(what)
         self._progress.reset(self._task, description=what, total=total)
         self._what, self._done, self._total, self._began = what, 0, total, time.monotonic()
         self._tell()
 
     def at(self, done: int, total: int, what: str | None = None) -> None:
         """Say how much of it is done, and what is being done."""
-        self._progress.update(self._task, completed=done, total=total, description=what)
-        self._what, self._done, self._total = what or self._what, done, total
+        self._what, self._done, self._total = self._what if what is None else printable(what), done, total
+        self._progress.update(self._task, completed=done, total=total, description=self._what)
         self._tell()
 
     def say(self, what: str) -> None:
         """Say what is being done now."""
-        self._progress.update(self._task, description=what)
-        self._what = what
+        self._what = printable(what)
+        self._progress.update(self._task, description=self._what)
         self._tell()
 
     def step(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Row
+from kronscope.support.texts import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,6 +100,7 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
     from rich.text import Text
 
     def text(content: str, style: str = "") -> Text:
+        content = printable(content)
         return Text(content.translate(_ASCII) if ascii_only else content, style=style)
 
     if results.partial:

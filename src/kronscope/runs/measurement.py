@@ -39,8 +39,11 @@ def run_measurement(
     Raises:
         RunError: The folder holds a finished run or another one, cannot be made, or is in use.
         ResultsError: A file cannot be written.
+        MissingExtraError: matplotlib is not installed; nothing is measured that cannot be drawn.
         KeyboardInterrupt: Measuring was interrupted before the first row.
     """
+    with processes.failing_together():
+        figures.require_matplotlib()
     with Run.start(path, config, resume=True, reopen=False, processes=processes) as run:
         file = run.results_path
         results = processes.on_rank_0(lambda: Results.load(file) if file.exists() else None)

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from typing import Any
 from kronscope.errors import RunError
 from kronscope.runs.contents import Checkpoint, Checkpoints, Records, environment, read_records
 from kronscope.support.callers import callers_level
-from kronscope.support.files import remove_leftovers, write_json
+from kronscope.support.files import refuse_links, remove_leftovers, write_json
 from kronscope.support.locks import FileLock, HeldError, lock_folder
 from kronscope.support.processes import ALONE, Processes
 
@@ -183,6 +184,7 @@ class Run:
 
     def _remove_leftovers(self) -> None:
         for folder in (self.folder, self._checkpoints.folder, self.folder / "stored"):
+            refuse_links(folder)
             remove_leftovers(folder)
 
     def _compare_environment(self) -> None:
@@ -361,7 +363,8 @@ def _lock(folder: Path) -> FileLock:
             "(--out)."
         ) from error
     except OSError as error:
-        raise RunError(f"Could not write to {folder}: {error.strerror}; choose another folder (--out).") from error
+        where = error.filename if error.errno == errno.ELOOP else f"Could not write to {folder}"
+        raise RunError(f"{where}: {error.strerror}; choose another folder (--out).") from error
 
 
 def _check_free(folder: Path) -> None:

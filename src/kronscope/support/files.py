@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kronscope.errors import ResultsError
 
-__all__ = ["remove_leftovers", "write_atomically", "write_json"]
+__all__ = ["naming", "refuse_links", "remove_leftovers", "write_atomically", "write_json"]
+
+# What is written into folders of runs and histories: endings, and names without one.
+_WRITTEN = (".json", ".jsonl", ".html", ".png", ".pdf", ".csv", ".pt", ".bin", ".lock", "seen")
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
@@ -73,13 +77,38 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Path
         ResultsError: As for :func:`write_atomically`.
     """
     text = json.dumps(dict(content), indent=2, allow_nan=False, ensure_ascii=False)
-    return write_atomically(path, lambda file: file.write(text.encode() + b"\n"))
+    # names of files may hold bytes that are no text; json.loads reads them back
+    return write_atomically(path, lambda file: file.write(text.encode("utf-8", "surrogatepass") + b"\n"))
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill in the middle of :func:`write_atomically` left in a folder; only for who holds its lock."""
     for path in folder.glob(".*.tmp"):
         path.unlink(missing_ok=True)
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a folder with a symbolic link where we would write: its maker may not own what would be overwritten.
+
+    Links to folders are allowed; people keep checkpoints on other disks. So are files of kinds we do not write.
+
+    Raises:
+        OSError: There is one; the error names it.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and (path.suffix in _WRITTEN or path.name in _WRITTEN) and not path.is_dir():
+            reason = "a symbolic link, which is not written through; remove it, or put a copy in its place"
+            raise OSError(errno.ELOOP, reason, str(path))
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name into errors of the operating system, which does not know it while a file is written."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from kronscope.support.callers import callers_level
+from kronscope.support.files import refuse_links
 
 if sys.platform == "win32":
     import msvcrt
@@ -30,7 +31,7 @@ def lock_folder(folder: Path) -> FileLock:
 
     Raises:
         HeldError: Somebody has it, in this process or another.
-        OSError: The folder cannot be written to.
+        OSError: The folder cannot be written to, or has symbolic links to files.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,6 +39,7 @@ def lock_folder(folder: Path) -> FileLock:
     ...     lock.release()
     """
     path = folder / ".lock"
+    refuse_links(folder)
     try:
         return FileLock.acquire(path)
     except HeldError:

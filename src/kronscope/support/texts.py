@@ -1,0 +1,21 @@
+"""Text that comes from files and models, on its way to a terminal."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["printable"]
+
+# Control characters but tab and newline, and those that change the direction of what follows.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""The text with everything a terminal would obey instead of show written out.
+
+    The name of a layer may come from a file of a stranger, and an escape sequence in it could repaint the screen.
+
+    >>> printable("fc\x1b[2J.weight")
+    'fc\\x1b[2J.weight'
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
