@@ -26,14 +26,17 @@ def one(inputs: Any, index: int) -> Any:
 
 
 def rows_of(model: nn.Module, spec: LayerSpec, grads: dict[str, Tensor]) -> Tensor:
-    parts = [grads[name].reshape(grads[name].shape[0], -1)[start:stop] for name, start, stop in spec.segments]
+    parts = [
+        grads[name].reshape(grads[name].shape[0], -1)[start:stop, first:last]
+        for name, start, stop, first, last in spec.segments
+    ]
     return torch.cat(parts)
 
 
 def jacobian(model: nn.Module, call: Call, inputs: Any, spec: LayerSpec) -> tuple[Tensor, Tensor]:
     """One sample's outputs, and their derivatives by the layer (outputs, m*n)."""
     parameters = dict(model.named_parameters())
-    names = list(dict.fromkeys(name for name, _, _ in spec.segments))
+    names = list(dict.fromkeys(segment[0] for segment in spec.segments))
     outputs = call(model, inputs)
     rows = []
     for index in range(outputs.numel()):

@@ -92,3 +92,32 @@ def test_every_layer(build: Callable[[], Any], general: set[str]) -> None:
         truth = matrices(model, call, loss, inputs, targets, spec, "exact")
         assert close(stream_matrices(streams[spec.name]), truth), spec.name
         assert close(stream_matrices(reference[spec.name]), truth), spec.name
+
+
+def test_heads_are_found_in_rows_and_columns_as_each_library_stores_them() -> None:
+    def names(model: nn.Module, layer: str) -> list[str]:
+        return [spec.name for spec in resolve_layers(model, layer)]
+
+    # Conv1D stores (in, out): query, key and value have their heads in the columns
+    gpt2 = _gpt2()[0]
+    path = "transformer.h.0.attn"
+    found = [f"{path}.c_attn.weight[:, {at}:{at + 2}]" for at in range(0, 12, 2)]
+    found += [f"{path}.c_proj.weight[{at}:{at + 2}]" for at in range(0, 4, 2)]
+    assert names(gpt2, f"{path}[heads]") == names(gpt2, "transformer.h.*.attn[heads]") == found
+    path = "bert.encoder.layer.0.attention"
+    found = [f"{path}.self.{part}.weight[{at}:{at + 2}]" for part in ("query", "key", "value") for at in (0, 2)]
+    found += [f"{path}.output.dense.weight[:, {at}:{at + 2}]" for at in (0, 2)]
+    assert names(_bert()[0], f"{path}[heads]") == found
+    config = transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=5,
+    )
+    path = "model.layers.0.self_attn"
+    found = [f"{path}.q_proj.weight[{at}:{at + 2}]" for at in (0, 2, 4, 6)]
+    found += [f"{path}.{part}_proj.weight[{at}:{at + 2}]" for part in "kv" for at in (0, 2)]
+    found += [f"{path}.o_proj.weight[:, {at}:{at + 2}]" for at in (0, 2, 4, 6)]
+    assert names(transformers.LlamaForCausalLM(config), f"{path}[heads]") == found

@@ -34,7 +34,7 @@ def test_patterns_ranges_stacks_and_modules() -> None:
     assert _names(model, ["head", "embed.weight", "head.weight"]) == ["head.weight", "embed.weight"]
     assert _names(model, ["blocks.0.qkv.weight[-4:]"]) == ["blocks.0.qkv.weight[8:12]"]
     (stack,) = resolve_layers(SeparateProjections(), ["q.weight[1:3] + k + v.weight[:1]"])
-    assert stack.segments == (("q.weight", 1, 3), ("k.weight", 0, 4), ("v.weight", 0, 1))
+    assert stack.segments == (("q.weight", 1, 3, 0, 5), ("k.weight", 0, 4, 0, 5), ("v.weight", 0, 1, 0, 5))
     assert stack.shape == (7, 5)
 
 
@@ -46,7 +46,7 @@ def test_all_names_of_a_shared_parameter_lead_to_it() -> None:
     model = TiedLanguageModel()
     specs = resolve_layers(model, ["head.weight", "tokens.weight"])
     assert [spec.name for spec in specs] == ["head.weight", "tokens.weight"]
-    assert {spec.segments for spec in specs} == {(("tokens.weight", 0, 5),)}
+    assert {spec.segments for spec in specs} == {(("tokens.weight", 0, 5, 0, 4),)}
     # A pattern that fits both names means the parameter once.
     assert _names(model, ["*"]) == _names(model)
 

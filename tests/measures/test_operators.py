@@ -125,7 +125,7 @@ def test_what_an_optimizer_does_not_have_is_nan_with_the_reason() -> None:
     assert notes["0.weight", "ours"]
     assert not math.isnan(results.select(approximation="shampoo2").rows[0].cosine)
     part = ks.measure(model, LOSS, data, "0.weight[0:2]", operators={"new": new}, progress=False)
-    assert "whole parameters only" in part.rows[-1].note
+    assert "needs a step first" in part.rows[-1].note
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,29 @@ def test_wrong_operators_are_refused_before_any_work(operators: Any, message: st
     model, data = problem()
     with pytest.raises(OptionError, match=message):
         ks.measure(model, LOSS, data, operators=operators, progress=False)
+
+
+@pytest.mark.parametrize("make", [ks.Shampoo, ks.SOAP, torch.optim.Adam])
+@pytest.mark.parametrize("layer", ["0.weight[1:4]", "0.weight[:, 2:5]", "0.weight[0:2, :3]+0.weight[3:5, 3:6]"])
+def test_live_operators_of_parts_are_parts_of_the_whole_ones(make: Any, layer: str) -> None:
+    model, data, optimizer = trained(lambda parameters: make(parameters, lr=1e-3))
+    results = ks.measure(
+        model, LOSS, data, layers=layer, operators={"live": optimizer}, approximations=["shampoo2"], progress=False
+    )
+    row = results.select(approximation="live").rows[0]
+    weight = model.get_parameter("0.weight")
+    if isinstance(optimizer, torch.optim.Adam):
+        whole = torch.diag(optimizer.state[weight]["exp_avg_sq"].flatten())
+    else:
+        whole = optimizer.operator(weight).to_dense()
+    places = torch.arange(30).view(5, 6)
+    parts = {
+        "0.weight[1:4]": [places[1:4]],
+        "0.weight[:, 2:5]": [places[:, 2:5]],
+        "0.weight[0:2, :3]+0.weight[3:5, 3:6]": [places[:2, :3], places[3:, 3:]],
+    }[layer]
+    blocks = [whole[part.flatten()[:, None], part.flatten()] for part in parts]
+    K = torch.block_diag(*blocks)
+    index = torch.cat(parts).flatten()
+    H = oracle.gauss_newton(model, LOSS, *data[0], "0.weight")[index[:, None], index]
+    assert row.cosine == pytest.approx(oracle.cosine(H, K), abs=1e-6)

@@ -231,8 +231,8 @@ def advise(
     chosen: dict[str, list[Candidate]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     for spec in resolve_layers(model, layers):
-        (name, *others), parameter = spec.parameters, parameters[spec.parameters[0]]
-        if others or spec.shape[0] != parameter.shape[0]:
+        name, parameter = spec.parameters[0], parameters[spec.parameters[0]]
+        if not spec.is_whole(parameter):
             raise LayerError(f"layer {spec.name!r}: advice is for whole parameters, not for parts or stacks of them.")
         if parameter.requires_grad:
             chosen[name], shapes[name] = candidates(name, parameter, inner), spec.shape

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kronscope.approx import get
 from kronscope.curvature import SecondMoment
 from kronscope.errors import DataError
+from kronscope.gradients.heads import HEAD_COUNTS, number_around
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import KroneckerProduct
 from kronscope.kron.block_diagonal import BlockDiagonal
@@ -21,7 +22,6 @@ from kronscope.optim.groups import is_fused
 
 __all__ = ["Blocks", "Candidate", "OneSide", "candidates"]
 
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _SMALLEST_BLOCK = 16
 
 
@@ -165,18 +165,9 @@ def _heads(name: str, model: nn.Module, rows: int, *, fused: bool) -> int:
     words = set(name.lower().replace("_proj", "").split("."))
     if not fused and not words & {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}:
         return 0
-    module = name.rpartition(".")[0]
-    while True:
-        around = model.get_submodule(module)
-        for source in (around, getattr(around, "config", None)):
-            for attribute in _HEAD_COUNTS:
-                heads = getattr(source, attribute, None)
-                if isinstance(heads, int) and heads > 0:
-                    parts = heads * (3 if fused else 1)
-                    return parts if rows % parts == 0 and rows // parts > 1 else 0
-        if not module:
-            return 0
-        module = module.rpartition(".")[0]
+    heads = number_around(name, dict(model.named_modules()), HEAD_COUNTS)
+    parts = heads * (3 if fused else 1)
+    return parts if heads and rows % parts == 0 and rows // parts > 1 else 0
 
 
 def by_kind(found: Mapping[str, Sequence[Candidate]]) -> dict[tuple[Any, ...], list[str]]:

@@ -3,7 +3,7 @@
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.capture import Recorder
 from kronscope.gradients.layer_plan import LayerPlan
-from kronscope.gradients.matrices import LayerSpec, resolve_layers
+from kronscope.gradients.matrices import LayerSpec, Segment, resolve_layers
 from kronscope.gradients.stream import GradientStream
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "LayerPlan",
     "LayerSpec",
     "Recorder",
+    "Segment",
     "resolve_layers",
 ]

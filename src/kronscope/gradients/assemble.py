@@ -28,6 +28,7 @@ class UsePart:
         row: First row within the layer.
         start: First row within the use.
         length: How many rows.
+        cols: First column within the parameter, and one past the last.
     """
 
     use: Use
@@ -36,10 +37,15 @@ class UsePart:
     row: int
     start: int
     length: int
+    cols: tuple[int, int]
 
     def cut(self, rows: Tensor) -> Tensor:
         """The layer's part of the use's rows, given in the last dimension."""
         return rows[..., self.start : self.start + self.length]
+
+    def cut_cols(self, cols: Tensor) -> Tensor:
+        """The layer's part of the parameter's columns, given in the last dimension."""
+        return cols[..., self.cols[0] : self.cols[1]]
 
 
 def parts_of(spec: LayerSpec, uses: Sequence[Use], axes: Mapping[tuple[str, int], SampleAxis]) -> list[UsePart]:
@@ -47,25 +53,25 @@ def parts_of(spec: LayerSpec, uses: Sequence[Use], axes: Mapping[tuple[str, int]
     parts = []
     for index, use in enumerate(uses):
         place = use.place
-        for row, at, length in spec.overlaps(place.parameter, place.start, place.start + place.rows):
-            axis = axes[place.parameter, place.ordinal]
-            parts.append(UsePart(use, index, axis, row, at - place.start, length))
+        for row, at, length, segment in spec.overlaps(place.parameter, place.start, place.start + place.rows):
+            axis, cols = axes[place.parameter, place.ordinal], (segment.first, segment.last)
+            parts.append(UsePart(use, index, axis, row, at - place.start, length, cols))
     return parts
 
 
 class _Group:
-    """Pieces that share positions: the same input, different rows."""
+    """Pieces that share positions: the same columns of the same input, different rows."""
 
     def __init__(self, part: UsePart) -> None:
         self.parts = [part]
         self.input_is_cols = part.use.input_is_cols
-        self._key = (part.use.key(), part.axis)
+        self._key = (part.use.key(), part.axis, part.cols)
 
     def takes(self, part: UsePart) -> bool:
         disjoint = all(
             part.row + part.length <= other.row or other.row + other.length <= part.row for other in self.parts
         )
-        return disjoint and self._key == (part.use.key(), part.axis)
+        return disjoint and self._key == (part.use.key(), part.axis, part.cols)
 
 
 def _grouped(parts: Sequence[UsePart]) -> list[_Group]:
@@ -146,7 +152,7 @@ class FactoredAssembler:
             first = group.parts[0]
             side = first.use.input_side(first.axis, samples).unsqueeze(1)
             if group.input_is_cols:
-                self._cols[:, :, at] = side
+                self._cols[:, :, at] = first.cut_cols(side)
             else:
                 for part in group.parts:
                     self._rows[:, :, at, part.row : part.row + part.length] = part.cut(side)
@@ -166,7 +172,7 @@ class FactoredAssembler:
                     target.zero_()
                     continue
                 side = part.use.grad_side(grad, part.axis, self._samples)
-                target.copy_(part.cut(side) if group.input_is_cols else side)
+                target.copy_(part.cut(side) if group.input_is_cols else part.cut_cols(side))
                 if unscale is not None:
                     target.mul_(unscale[:, None, None])
 
@@ -207,7 +213,10 @@ class DenseAssembler:
             if grad is None:
                 continue
             inputs = self._inputs.get(part.index, grad)
-            whole = part.use.gradient(grad, inputs, part.axis, self._samples)
+            if part.use.input_is_cols:  # other columns are not even formed
+                whole = part.use.gradient(grad, part.cut_cols(inputs), part.axis, self._samples)
+            else:
+                whole = part.cut_cols(part.use.gradient(grad, inputs, part.axis, self._samples))
             rows = whole[:, part.start : part.start + part.length]
             if unscale is not None:
                 rows = rows.to(self._grads.dtype) * unscale[:, None, None]

@@ -101,12 +101,12 @@ class OptimizerGradients:
 
     def _matrix(self, spec: LayerSpec) -> Tensor:
         parts = []
-        for name, start, stop in spec.segments:
-            parameter = self._parameters[name]
+        for segment in spec.segments:
+            parameter = self._parameters[segment.parameter]
             grad = parameter.grad
             whole = torch.zeros_like(parameter) if grad is None else grad.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
             whole = whole.to_dense() if whole.is_sparse else whole
-            parts.append(whole.reshape(whole.shape[0], -1)[start:stop])
+            parts.append(segment.of(whole))
         rows = torch.cat(parts) if len(parts) > 1 else parts[0]
         return rows.to(dtype=torch.promote_types(rows.dtype, torch.float32), copy=True)

@@ -70,8 +70,9 @@ def measure(
             always for the empirical Fisher matrix, and for Gauss–Newton if it is convex and a sample has at most 256
             outputs.
         data: Batches ``(inputs, targets)`` with the samples in the first dimension; the same in every pass.
-        layers: Parameter names or globs; ``"p[0:64]"`` takes rows of a parameter, ``"a+b"`` stacks two. None takes
-            every parameter of two or more dimensions that fits the memory budget.
+        layers: Parameter names or globs; ``"p[0:64]"`` takes rows of a parameter, ``"p[:, 0:64]"`` columns,
+            ``"attn[heads]"`` each head of attention, ``"a+b"`` stacks two. None takes every parameter of two or more
+            dimensions that fits the memory budget.
         truth: The matrix to compare with, ``"gauss_newton"`` or ``"empirical_fisher"``.
         labels: What the approximations are fitted on: ``"exact"`` (the expectation over the model's own predictions),
             ``"sampled"`` (labels drawn from them) or ``"real"`` (the targets). None takes the truth's own. The optimal

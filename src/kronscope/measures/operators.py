@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import DataError, KronscopeError, OptionError
-from kronscope.gradients.matrices import LayerSpec, unwrap
+from kronscope.gradients.matrices import LayerSpec, matrix_shape, unwrap
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Diagonal, Operator
+from kronscope.kron.block_diagonal import BlockDiagonal
 from kronscope.kron.devices import wide
+from kronscope.kron.restriction import restricted
 
 __all__ = ["Given", "OperatorSource", "check_operators", "given_operators"]
 
@@ -101,27 +104,41 @@ def given_operators(
 
 
 def _live(name: str, optimizer: Optimizer, spec: LayerSpec, parameters: Mapping[str, Tensor]) -> Given:
-    """What an optimizer holds for a layer."""
-    (parameter, start, stop), *others = spec.segments
-    weight = parameters[parameter]
-    if others or (start, stop) != (0, weight.shape[0]):
-        return Given(name, None, f"{name} is an optimizer, which has operators of whole parameters only")
-    if not any(weight is own for group in optimizer.param_groups for own in group["params"]):
-        return Given(name, None, f"{parameter} is not among the parameters of {name}")
+    """What an optimizer holds for a layer: for parts of parameters, what it does to these; nothing between two."""
+    blocks: list[tuple[Tensor, Operator]] = []
+    places = torch.arange(spec.shape[0] * spec.shape[1]).view(spec.shape)
+    row = 0
+    for segment in spec.segments:
+        weight, parameter = parameters[segment.parameter], segment.parameter
+        if not any(weight is own for group in optimizer.param_groups for own in group["params"]):
+            return Given(name, None, f"{parameter} is not among the parameters of {name}")
+        try:
+            whole = _of_parameter(name, optimizer, parameter, weight)
+            part = restricted(whole, (segment.start, segment.stop), (segment.first, segment.last))
+        except KronscopeError as error:
+            return Given(name, None, str(error).rstrip("."))
+        blocks.append((places[row : row + segment.shape[0]], part))
+        row += segment.shape[0]
+    return Given(name, blocks[0][1] if len(blocks) == 1 else BlockDiagonal(spec.shape, blocks))
+
+
+def _of_parameter(name: str, optimizer: Optimizer, parameter: str, weight: Tensor) -> Operator:
+    """What an optimizer holds for a whole parameter.
+
+    Raises:
+        DataError: it holds nothing that is an operator.
+    """
     live = getattr(optimizer, "operator", None)
-    try:
-        if callable(live):
-            operator: Operator = live(weight)
-            return Given(name, operator)
-    except KronscopeError as error:
-        return Given(name, None, str(error).rstrip("."))
+    if callable(live):
+        operator: Operator = live(weight)
+        return operator
     state = optimizer.state.get(weight, {})
     for key in _SECOND_MOMENTS:
         if key in state:
             moment = state[key].detach()
             # of a sharded parameter all processes have a part
             moment = moment.full_tensor() if hasattr(moment, "full_tensor") else moment
-            return Given(name, Diagonal(wide(moment).reshape(spec.shape)))
+            return Diagonal(wide(moment).reshape(matrix_shape(weight)))
     if not state:
-        return Given(name, None, f"{name} has no state of {parameter} yet; it needs a step first")
-    return Given(name, None, f"{type(optimizer).__name__} keeps no second moment of {parameter}")
+        raise DataError(f"{name} has no state of {parameter} yet; it needs a step first")
+    raise DataError(f"{type(optimizer).__name__} keeps no second moment of {parameter}")

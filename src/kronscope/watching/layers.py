@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronscope.errors import LayerError
-from kronscope.gradients.matrices import LayerSpec, resolve_layers, unwrap
+from kronscope.gradients.matrices import LayerSpec, Segment, matrix_shape, resolve_layers, unwrap
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.support.processes import ALONE, Processes
 
@@ -122,31 +122,33 @@ class WatchedLayers:
         for number in ("condition", "effective_rank", "staleness", "residual"):
             found[number] = []
             for spec in self._specs:
-                row = rows.get(names[self._parameters[spec.segments[0][0]]]) if len(spec.segments) == 1 else None
+                row = rows.get(names[self._parameters[spec.segments[0].parameter]]) if len(spec.segments) == 1 else None
                 # a parameter without factors has no roots that could be old
                 has = row is not None and row.effective_rank is not None
                 found[number].append(_known(getattr(row, number)) if has else None)
         return found
 
     def _parts(self, spec: LayerSpec) -> list[Tensor]:
-        """The rows of parameters that a layer is made of."""
-        return [self._rows(self._parameters[name].detach(), start, stop) for name, start, stop in spec.segments]
-
-    def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return tensor if (start, stop) == (0, tensor.shape[0]) else tensor[start:stop]
+        """The parts of parameters that a layer is made of."""
+        return [_cut(self._parameters[segment.parameter].detach(), segment) for segment in spec.segments]
 
     def _gradient(self, spec: LayerSpec) -> Tensor:
         """The norm of a layer's gradient; NaN where it has none."""
         parts = []
-        for name, start, stop in spec.segments:
-            grad = self._parameters[name].grad
+        for segment in spec.segments:
+            grad = self._parameters[segment.parameter].grad
             if grad is None:
                 return torch.tensor(math.nan)
-            parts.append(self._rows(grad.detach().to_dense() if grad.is_sparse else grad.detach(), start, stop))
+            parts.append(_cut(grad.detach().to_dense() if grad.is_sparse else grad.detach(), segment))
         norm = _norm(parts)
         # a gradient scaler leaves the division to optimizers that are fused
         scale = getattr(self._optimizer, "grad_scale", None)
         return norm / scale.to(norm) if isinstance(scale, Tensor) else norm
+
+
+def _cut(tensor: Tensor, segment: Segment) -> Tensor:
+    # a sharded parameter that is whole stays as it is
+    return tensor if segment.shape == matrix_shape(tensor) else segment.of(tensor)
 
 
 def _norm(parts: Sequence[Tensor]) -> Tensor:
