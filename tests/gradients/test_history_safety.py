@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def test_reading_a_history_leaves_its_writer_alone(tmp_path: Path) -> None:
     assert ks.GradientHistory.open(tmp_path).steps == (1, 2)
     with (tmp_path / "0.0.bin").open("ab") as file:
         file.write(run.grads[2].numpy().tobytes()[40:])
+    with (tmp_path / "checksums.0.bin").open("ab") as file:
+        file.write(zlib.crc32(run.grads[2].numpy().tobytes()).to_bytes(4, "little"))
     with (tmp_path / "steps.0.bin").open("ab") as file:
         file.write((3).to_bytes(8, "little"))
     assert torch.equal(stored(ks.GradientHistory.open(tmp_path)), run.grads[:3])

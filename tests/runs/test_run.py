@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -17,7 +18,7 @@ import torch
 
 from kronscope.errors import RunError
 from kronscope.runs import Run
-from kronscope.runs.contents import environment
+from kronscope.runs.contents import Records, environment, read_records
 from kronscope.support.locks import HeldError, lock_folder
 
 _CONFIG = {"workload": "x", "steps": 3, "data": {"name": "y"}, "points": (1, 2)}
@@ -195,13 +196,44 @@ def test_a_folder_without_a_run_and_a_damaged_one_are_explained(tmp_path):
         Run.create(tmp_path / "file" / "run", _CONFIG)
 
 
-def test_metrics_shorter_than_the_checkpoint_are_an_error(tmp_path):
+def test_metrics_shorter_than_the_checkpoint_lead_back_to_the_one_before(tmp_path):
     with Run.create(tmp_path, _CONFIG) as run:
-        run.log(1, loss=0.1)
-        run.checkpoint(1, {})
-    (tmp_path / "metrics.jsonl").write_bytes(b"")
-    with pytest.raises(RunError, match="shorter than the last checkpoint"):
-        Run.open(tmp_path, resume=True)
+        for step in (1, 2):
+            run.log(step, loss=0.1)
+            run.checkpoint(step, {})
+    os.truncate(tmp_path / "metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size - 1)
+    with (
+        pytest.warns(UserWarning, match="metrics.jsonl has 49 of the 50 bytes.*the checkpoint before it"),
+        Run.open(tmp_path, resume=True) as run,
+    ):
+        latest = run.latest()
+        assert latest is not None
+        assert latest.step == 1
+        assert [line["step"] for line in run.metrics()] == [1]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\xff\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl is damaged: line 2"):
+        read_records(tmp_path / "metrics.jsonl")
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch):
+    records = Records(tmp_path / "metrics.jsonl")
+    records.append({"step": 1})
+
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(bytes(data)[:3])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Full(tmp_path / "metrics.jsonl", "ab") as full:
+        monkeypatch.setattr(records, "_open", lambda: full)
+        with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+            records.append({"step": 2})
+    monkeypatch.undo()
+    records.append({"step": 2})
+    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 def test_a_run_opened_for_reading_writes_nothing(tmp_path):

@@ -27,6 +27,7 @@ from kronscope.gradients.history_weights import history_weights
 from kronscope.gradients.optimizer_gradients import OptimizerGradients
 from kronscope.gradients.storage import MemoryStore, Store, record_bytes, to_state
 from kronscope.gradients.stream import GradientStream
+from kronscope.support.callers import callers_level
 from kronscope.support.checks import count
 from kronscope.support.processes import ALONE, Processes, find_processes
 
@@ -85,7 +86,6 @@ class GradientHistory:
         # the recorded steps of all processes; those of this one are the store's
         self._steps = list(steps)
         self.total_steps = total_steps
-        self._space: int | None = None
         self._handle: Any = None
         self._gradients: OptimizerGradients | None = None
         # how many records have been counted, and how many of them each process keeps
@@ -115,12 +115,13 @@ class GradientHistory:
             every: Record one step in ``every``; None records each step, or goes on as before when resuming.
             dtype: The type in which numbers are kept. ``float16`` halves the space, with one scale for each record.
                 None keeps the parameter's type, but at least float32.
-            space: The most bytes that the records may take on each process. When they would take more, they are first
-                converted to float16; then every second record is dropped and ``every`` doubles, as often as needed.
-                Measurements of such a thinned history have error bars.
-            resume: Go on with the history in ``path``, if there is one. ``every`` and ``dtype`` are as before unless
-                they are given: a multiple of the old ``every`` drops the records between, and a narrower ``dtype``
-                converts the records that are there. When training goes back to a checkpoint, also call
+            space: The most bytes that the records may take on each process; None for no limit, or the same one when
+                resuming. When they would take more, they are first converted to float16; then every second record is
+                dropped and ``every`` doubles, as often as needed. Both are said in a warning. Measurements of such a
+                thinned history have error bars.
+            resume: Go on with the history in ``path``, if there is one. ``every``, ``dtype`` and ``space`` are as
+                before unless they are given: a multiple of the old ``every`` drops the records between, and a narrower
+                ``dtype`` converts the records that are there. When training goes back to a checkpoint, also call
                 :meth:`load_state_dict` with the history's state from that checkpoint, which drops the records of later
                 steps.
             distributed: None shares the records among all processes if torch.distributed is initialised; False records
@@ -160,7 +161,7 @@ class GradientHistory:
         try:
             with processes.failing_together():
                 folder = None if path is None else folder_of_process(Path(path), processes)
-                store = write_store(names, shapes, dtypes, every or 1, folder, resume)
+                store = write_store(names, shapes, dtypes, every or 1, folder, resume, space)
             steps, total = resume_records(store, processes, every, dtype) if isinstance(store, DiskStore) else ([], 0)
         except BaseException:
             # here or on another process; the folder must not stay locked
@@ -168,7 +169,6 @@ class GradientHistory:
                 store.close()
             raise
         history = cls(store, names, shapes, processes=processes, steps=steps, total_steps=total)
-        history._space = space
         history._gradients = gradients
         history._handle = gradients.before_each_step(history._record)
         return history
@@ -287,9 +287,13 @@ class GradientHistory:
     def state_dict(self) -> dict[str, Any]:
         """Return what a training checkpoint must contain so that recording can be resumed from it.
 
+        Records of a folder are on the disk when this returns, so that a checkpoint never counts on what a power failure
+        would take away.
+
         For records on disk that is little, and the same on every process. For records in memory it is the records that
         this process keeps, so every process must save its own state and load it again.
         """
+        self._store.sync()
         state = {**to_state(self._store, len(self.layers)), "total_steps": self.total_steps, "every": self.every}
         if self.processes.world_size > 1:
             state |= {"own steps": state["steps"], "steps": list(self._steps), "process": self.processes.rank}
@@ -316,7 +320,8 @@ class GradientHistory:
                     "process saves and loads a state of its own, among as many processes; or record to a path."
                 )
             dtypes = [getattr(torch, name) for name in state_dict["dtypes"]]
-            store = MemoryStore([self._shapes[name] for name in self.layers], dtypes, int(state_dict["every"]))
+            shapes = [self._shapes[name] for name in self.layers]
+            store = MemoryStore(shapes, dtypes, int(state_dict["every"]), self._store.space)
             for record, step in enumerate(steps):
                 store.append(step, [grads[record] for grads in state_dict["grads"]])
             self._store = store
@@ -341,8 +346,16 @@ class GradientHistory:
         if gradients.will_be_skipped():
             return
         self.total_steps += 1
-        if self._is_due() and self._space is not None:
-            self._make_room(self._space)
+        try:
+            self._keep(gradients)
+        except BaseException:
+            # the optimizer does not take this step
+            self.total_steps -= 1
+            raise
+
+    def _keep(self, gradients: OptimizerGradients) -> None:
+        if self._is_due() and self._store.space is not None:
+            self._make_room(self._store.space)
         if not self._is_due():
             self._store.note_step(self.total_steps)
             return
@@ -385,17 +398,24 @@ class GradientHistory:
         while needed() > space:
             if any(dtype != torch.float16 for dtype in store.dtypes):
                 store.rewrite(range(len(store.steps)), [torch.float16] * len(shapes), self.every)
-                continue
-            self.every *= 2
-            keep = [index for index, step in enumerate(store.steps) if (step - 1) % self.every == 0]
-            store.rewrite(keep, store.dtypes, self.every)
-            self._steps = [step for step in self._steps if (step - 1) % self.every == 0]
-            if self.processes.rank == 0:
-                warnings.warn(
-                    f"the gradient history reached its space: one step in {self.every} is kept from now on, and "
-                    "measurements will have error bars.",
-                    stacklevel=2,
+                self._warn(
+                    f"the gradient history reached its space of {space} bytes: gradients are kept in float16 from now "
+                    "on, with three digits each, and measurements are no longer exact."
                 )
+                continue
+            every = 2 * self.every
+            keep = [index for index, step in enumerate(store.steps) if (step - 1) % every == 0]
+            store.rewrite(keep, store.dtypes, every)
+            self.every = every
+            self._steps = [step for step in self._steps if (step - 1) % every == 0]
+            self._warn(
+                f"the gradient history reached its space of {space} bytes: one step in {every} is kept from now on, "
+                "and measurements will have error bars."
+            )
+
+    def _warn(self, text: str) -> None:
+        if self.processes.rank == 0:
+            warnings.warn(text, stacklevel=callers_level())
 
     def _index(self, layer: str) -> int:
         if layer not in self._shapes:

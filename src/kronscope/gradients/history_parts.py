@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ __all__ = [
     "open_store",
     "folder_of_process",
     "keeper_of",
+    "why_lacking",
     "write_store",
 ]
 
@@ -84,17 +86,47 @@ def write_store(
     every: int,
     folder: Path | None,
     resume: bool,
+    space: int | None = None,
 ) -> Store:
     """Return a store to write to: a new folder, one to go on with, or memory."""
     if folder is None:
-        return MemoryStore(shapes, dtypes, every)
+        return MemoryStore(shapes, dtypes, every, space)
     if not (resume and (folder / "history.json").exists()):
-        return DiskStore.create(folder, names, shapes, dtypes, every)
+        return DiskStore.create(folder, names, shapes, dtypes, every, space)
     store = DiskStore.open(folder, append=True)
     if (store.names, store.shapes) != (list(names), list(shapes)):
         store.close()
         raise DataError(f"the history in {folder} is of other layers: {', '.join(store.names)}; use another path.")
+    if space is not None:
+        store.limit(space)
     return store
+
+
+def why_lacking(path: Path, state: Mapping[str, Any]) -> str | None:
+    """Why the records in a folder are not those of a saved state; None if they are, every byte of them.
+
+    Args:
+        path: The folder.
+        state: What ``GradientHistory.state_dict`` returned.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    try:
+        found = _folders(path)
+        stores = [DiskStore.open(folder) for _, _, folder in found] or [DiskStore.open(path)]
+        every = max([int(state["every"]), *(store.every for store in stores)])
+        steps = {int(step) for step in state["steps"] if (int(step) - 1) % every == 0}
+        for store in stores:
+            store.verify(sum(step in steps for step in store.steps))
+    except DataError as error:
+        return str(error)
+    known = {step for store in stores for step in store.steps}
+    # parts of other processes may be on machines of their own
+    complete = not found or len(found) == max(size for size, _, _ in found)
+    if complete and steps - known:
+        return f"the gradient history in {path} lacks step {min(steps - known)}."
+    return None
 
 
 def open_store(path: Path, processes: Processes) -> tuple[DiskStore | JoinedStore, list[int], int]:
@@ -261,6 +293,7 @@ class JoinedStore:
         )
         self.steps: list[int] = [step for step, _, _ in self._places]
         self.names, self.shapes, self.dtypes, self.every = like.names, like.shapes, list(like.dtypes), every
+        self.space = like.space
 
     def read(self, layer: int, start: int, stop: int) -> Tensor:
         """Return records (k, m, n) of a layer."""
@@ -282,6 +315,9 @@ class JoinedStore:
     def note_step(self, step: int) -> None:
         """Refuse."""
         self.append(0, ())
+
+    def sync(self) -> None:
+        """Do nothing: what is read is there."""
 
     def close(self) -> None:
         """Let go of files."""

@@ -19,11 +19,13 @@ class Store(Protocol):
         steps: The training step of each record, ascending.
         dtypes: How each layer's numbers are kept.
         every: One step in ``every`` has a record.
+        space: The most bytes that the records may take; None for no limit.
     """
 
     steps: list[int]
     dtypes: list[torch.dtype]
     every: int
+    space: int | None
 
     def append(self, step: int, grads: Sequence[Tensor]) -> None:
         """Add one record per layer."""
@@ -43,6 +45,10 @@ class Store(Protocol):
 
     def note_step(self, step: int) -> None:
         """Remember that the run came to a step that has no record here."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk."""
         ...
 
     def close(self) -> None:
@@ -79,8 +85,14 @@ def encode(grad: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:
 class MemoryStore:
     """Records in memory."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], every: int = 1) -> None:
-        self.shapes, self.dtypes, self.every = list(shapes), list(dtypes), every
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        dtypes: Sequence[torch.dtype],
+        every: int = 1,
+        space: int | None = None,
+    ) -> None:
+        self.shapes, self.dtypes, self.every, self.space = list(shapes), list(dtypes), every, space
         self.steps: list[int] = []
         self._records: list[list[tuple[float, Tensor]]] = [[] for _ in shapes]
 
@@ -115,6 +127,9 @@ class MemoryStore:
 
     def note_step(self, step: int) -> None:
         """Do nothing: the history itself counts steps, and lasts as long as the records in memory."""
+
+    def sync(self) -> None:
+        """Do nothing: there are no files."""
 
     def close(self) -> None:
         """Do nothing: there are no files."""

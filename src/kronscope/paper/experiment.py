@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kronscope.errors import ResultsError
 from kronscope.measures import Results
 from kronscope.paper.data import Dataset
-from kronscope.paper.measurements import Measurements, Options, collect
+from kronscope.paper.measurements import Measurements, Options, collect, lacking, not_stored
 from kronscope.paper.plans import Plan
 from kronscope.paper.scale import Settings
 from kronscope.paper.training import Event, Training
 from kronscope.runs import Run
+from kronscope.support.callers import callers_level
 from kronscope.support.processes import find_processes
 
 if TYPE_CHECKING:
@@ -81,10 +85,25 @@ class Experiment:
         """
         processes = find_processes(distributed)
         processes.barrier("the experiment")
-        with Run.start(folder, self.config, resume=resume, processes=processes) as run:
+        lacks = partial(lacking, self.plan, self.settings, self.options)
+        with Run.start(folder, self.config, resume=resume, lacks=lacks, processes=processes) as run:
             if not run.done:
                 self._conduct(run, show, show_bars)
-            return processes.on_rank_0(lambda: Results.load(run.results_path))
+            return processes.on_rank_0(lambda: self._results(run))
+
+    def _results(self, run: Run) -> Results:
+        try:
+            return Results.load(run.results_path)
+        except ResultsError:
+            stored = Run.open(run.folder)
+            if not_stored(self.plan, self.settings, self.options, stored):
+                raise
+        warnings.warn(
+            f"{run.results_path} is missing or damaged; it is put together again from {run.folder / 'stored'}.",
+            stacklevel=callers_level(),
+        )
+        _write_results(run.folder)
+        return Results.load(run.results_path)
 
     def _conduct(self, run: Run, show: Callable[[Event], object], show_bars: bool) -> None:
         training = Training(self.settings, self.dataset, run)
@@ -100,9 +119,9 @@ class Experiment:
                     measurements.gauss_newton(event.step)
                 elif event.kind == "trained":
                     measurements.adagrad()
-            names = measurements.names
+            measurements.check_complete()
         run.processes.on_rank_0(lambda: _write_results(run.folder))
-        run.finish(needs=["results.json", *(f"stored/{name}.json" for name in names)])
+        run.finish(needs=["results.json"])
 
 
 def _write_results(folder: str | os.PathLike[str]) -> None:

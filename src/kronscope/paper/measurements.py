@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kronscope.errors import RunError
+from kronscope.errors import OptionError, ResultsError, RunError
 from kronscope.gradients.history import GradientHistory
+from kronscope.gradients.history_parts import why_lacking
 from kronscope.measures import Fit, Results, measure_fits, measure_history
 from kronscope.measures.probes import Probes
 from kronscope.measures.schema import from_data, to_data
@@ -23,8 +24,9 @@ from kronscope.paper.plans import Plan
 from kronscope.paper.scale import Settings
 from kronscope.paper.training import Training
 from kronscope.runs import Run
+from kronscope.runs.contents import Checkpoint
 
-__all__ = ["Measurements", "Options", "collect", "results_so_far"]
+__all__ = ["Measurements", "Options", "collect", "lacking", "not_stored", "results_so_far"]
 
 # A history may fill half of what the disk has left, and never more than this.
 _MOST_HISTORY = 20 << 30
@@ -96,16 +98,24 @@ class Measurements:
         if not self._training.resumed and folder.exists():
             # left by a run that was killed before its first checkpoint; several processes may be at it
             shutil.rmtree(folder, ignore_errors=processes.world_size > 1)
-        space = processes.on_rank_0(lambda: min(_MOST_HISTORY, shutil.disk_usage(self._run.folder).free // 2))
-        history = GradientHistory.attach(
-            self._training.optimizer,
-            self._training.model,
-            list(self._names),
-            folder,
-            space=space // processes.world_size,
-            resume=self._training.resumed,
-            distributed=processes.distributed,
-        )
+        # chosen once: a run that goes on finds less room, since its own history has taken some
+        resumed = self._training.resumed
+        free = processes.on_rank_0(lambda: shutil.disk_usage(self._run.folder).free)
+        try:
+            history = GradientHistory.attach(
+                self._training.optimizer,
+                self._training.model,
+                list(self._names),
+                folder,
+                space=None if resumed else max(1, min(_MOST_HISTORY, free // 2) // processes.world_size),
+                resume=resumed,
+                distributed=processes.distributed,
+            )
+        except OptionError as error:
+            raise RunError(
+                f"The disk of {self._run.folder} has {free} bytes left, too few for the gradients of this run: {error} "
+                "Make room on the disk, or choose another folder (--out)."
+            ) from error
         try:
             self._training.include("history", history)
         except BaseException:
@@ -115,8 +125,8 @@ class Measurements:
 
     def gauss_newton(self, step: int) -> None:
         """Measure against the Gauss–Newton matrix."""
-        asked = self._fits(step)
-        if all(self._run.stored(name) is not None for name in asked):
+        asked = _fits(self._plan, self._settings, self._options, step)
+        if all(_is_kept(self._run, name) for name in asked):
             return
         measured = measure_fits(
             self._training.model,
@@ -144,28 +154,25 @@ class Measurements:
             return
         self._history.detach()
         steps = [step for step in self._settings.measure_at if step > 0]
-        if steps and self._run.stored("adagrad") is None:
+        if steps and not _is_kept(self._run, "adagrad"):
             details = self._plan.adagrad_details
             measured = measure_history(
                 self._history, self._plan.adagrad, steps, details=details, progress=self._show_bars
             )
             self._store("adagrad", measured)
 
-    @property
-    def names(self) -> list[str]:
-        """The names under which everything is stored in the end."""
-        names = [name for step in self._settings.measure_at for name in self._fits(step)]
-        return [*names, "adagrad"] if self._history is not None and self._settings.measure_at[-1] > 0 else names
+    def check_complete(self) -> None:
+        """Look whether everything that was to be measured is stored, and whole.
 
-    def _fits(self, step: int) -> dict[str, Fit]:
-        fits = {_stored_name("gauss_newton", i, step): fit for i, fit in enumerate(self._plan.gauss_newton)}
-        if self._options.probes:
-            probes = Probes(self._options.probes, seed=self._settings.seed + step)
-            fits |= {
-                _stored_name("probes", i, step): replace(fit, estimator=probes, details=())
-                for i, fit in enumerate(self._plan.gauss_newton)
-            }
-        return fits
+        Raises:
+            RunError: Something is missing.
+        """
+        missing = not_stored(self._plan, self._settings, self._options, self._run)
+        if missing:
+            raise RunError(
+                f"{self._run.folder} cannot be finished without {', '.join(missing)}: somebody removed or changed what "
+                "the run had written. Go on with the run (resume=True, --resume); it makes what is missing again."
+            )
 
     def _store(self, name: str, results: Results) -> None:
         if results.partial:
@@ -175,8 +182,54 @@ class Measurements:
         self._run.store(name, to_data(Results(rows, details, results.settings)))
 
 
-def _stored_name(kind: str, fit: int, step: int) -> str:
-    return f"{kind}-{fit}-{step}"
+def not_stored(plan: Plan, settings: Settings, options: Options, run: Run) -> list[str]:
+    """The files a finished run has and this one lacks, or has damaged."""
+    names = [name for step in settings.measure_at for name in _fits(plan, settings, options, step)]
+    if plan.adagrad and settings.measure_at[-1] > 0:
+        names.append("adagrad")
+    return [f"stored/{name}.json" for name in names if not _is_kept(run, name)]
+
+
+def lacking(plan: Plan, settings: Settings, options: Options, run: Run, checkpoint: Checkpoint) -> str | None:
+    """What a checkpoint counts on and is not there any more: earlier measurements, and recorded gradients.
+
+    Args:
+        plan: What is measured.
+        settings: The run's settings.
+        options: How it is measured.
+        run: The run.
+        checkpoint: The checkpoint.
+
+    Returns:
+        What is missing, in words; None if nothing is.
+    """
+    # what is due at the checkpoint's own step comes after it
+    before = [step for step in settings.measure_at if step < checkpoint.step]
+    for name in (name for step in before for name in _fits(plan, settings, options, step)):
+        if not _is_kept(run, name):
+            return f"stored/{name}.json is missing or damaged"
+    history = checkpoint.state["watchers"].get("history")
+    return None if history is None else why_lacking(run.folder / "history", history)
+
+
+def _fits(plan: Plan, settings: Settings, options: Options, step: int) -> dict[str, Fit]:
+    """What is fitted at a step, by the names under which it is stored."""
+    fits = {f"gauss_newton-{i}-{step}": fit for i, fit in enumerate(plan.gauss_newton)}
+    if options.probes:
+        probes = Probes(options.probes, seed=settings.seed + step)
+        fits |= {
+            f"probes-{i}-{step}": replace(fit, estimator=probes, details=()) for i, fit in enumerate(plan.gauss_newton)
+        }
+    return fits
+
+
+def _is_kept(run: Run, name: str) -> bool:
+    """Whether results are stored under a name, and are results."""
+    try:
+        from_data(run.stored(name), name)
+    except (RunError, ResultsError):
+        return False
+    return True
 
 
 def results_so_far(folder: str | os.PathLike[str]) -> Results:

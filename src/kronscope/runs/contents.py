@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
 import json
 import os
+import pickle
 import platform
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +21,7 @@ import torch
 
 from kronscope.errors import RunError
 from kronscope.support.callers import callers_level
-from kronscope.support.files import write_atomically
+from kronscope.support.files import naming, write_atomically
 
 __all__ = ["Checkpoint", "Checkpoints", "Records", "environment", "read_records"]
 
@@ -55,9 +57,26 @@ def _version(package: str) -> str | None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, also while it is written; a last line cut short by a kill is left out."""
+    """All records of a file, also while it is written; a last line cut short by a kill is left out.
+
+    Raises:
+        RunError: A line is no record.
+    """
     content = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    return [
+        _record(line, path, number)
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], 1)
+    ]
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RunError(f"{path} is damaged: line {number} is no record. Remove that line, or put back a copy of the file.")
+    return found
 
 
 class Records:
@@ -96,14 +115,31 @@ class Records:
         return cls(path, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line; it survives the process from here on."""
-        self._open().write(json.dumps(dict(record), allow_nan=False).encode() + b"\n")
+        """Write one line; it survives the process from here on.
+
+        Raises:
+            OSError: The disk is full, for example; the error names the file, and nothing of the line is left.
+        """
+        line = json.dumps(dict(record), allow_nan=False).encode() + b"\n"
+        file = self._open()
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with naming(self._path):
+                view = memoryview(line)
+                while view:
+                    view = view[file.write(view) :]
+        except BaseException:
+            # the next line must not begin in the middle of this one
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
     def sync(self) -> int:
         """Wait until all lines are on the disk; return how many bytes they are."""
         file = self._open()
-        os.fsync(file.fileno())
-        return file.tell()
+        with naming(self._path):
+            os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -158,17 +194,25 @@ class Checkpoints:
         for path in self._files()[:-_KEEP]:
             path.unlink()
 
-    def latest(self, *, remove_damaged: bool = False) -> Checkpoint | None:
-        """The last one that is whole, or None; those passed over are named in a warning."""
-        for path in reversed(self._files()):
-            content = path.read_bytes()
-            # torch.load does not look at checksums, and would take changed weights for good ones.
-            if path.stem.endswith(_checksum(content)):
-                return Checkpoint(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
-            warnings.warn(
-                f"{path.name} is damaged; going back to the checkpoint before it.", stacklevel=callers_level()
-            )
-            if remove_damaged:
+    def latest(
+        self, lacks: Callable[[Checkpoint], str | None] = lambda checkpoint: None, *, remove_others: bool = False
+    ) -> Checkpoint | None:
+        """The last one that can be gone on from, or None; those passed over are named in a warning.
+
+        Args:
+            lacks: What a checkpoint counts on and is not there, in words; None if all is.
+            remove_others: Remove those passed over.
+        """
+        files = self._files()
+        for left, path in reversed(list(enumerate(files))):
+            checkpoint = _load(path)
+            wrong = "is damaged" if checkpoint is None else lacks(checkpoint)
+            if wrong is None:
+                return checkpoint
+            wrong = wrong if checkpoint is None else f"cannot be gone on from: {wrong.rstrip('.')}"
+            instead = "going back to the checkpoint before it" if left else "the run begins anew"
+            warnings.warn(f"{path.name} {wrong}; {instead}.", stacklevel=callers_level())
+            if remove_others:
                 path.unlink()
         return None
 
@@ -177,6 +221,18 @@ class Checkpoints:
             return []
         named = [(match, path) for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
         return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
+
+
+def _load(path: Path) -> Checkpoint | None:
+    """What a file holds, or None if it is damaged."""
+    content = path.read_bytes()
+    # torch.load does not look at checksums, and would take changed weights for good ones.
+    if not path.stem.endswith(_checksum(content)):
+        return None
+    try:
+        return Checkpoint(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+    except (RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError):
+        return None  # somebody else made it, with a checksum of its own
 
 
 def _checksum(content: bytes | memoryview) -> str:

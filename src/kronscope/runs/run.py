@@ -21,21 +21,21 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from kronscope.errors import RunError
 from kronscope.runs.contents import Checkpoint, Checkpoints, Records, environment, read_records
+from kronscope.runs.folder import KEPT, Before, check_free, differences, plain, read_json, take_lock
 from kronscope.support.callers import callers_level
 from kronscope.support.files import refuse_links, remove_leftovers, write_json
-from kronscope.support.locks import FileLock, HeldError, lock_folder
+from kronscope.support.locks import FileLock
 from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Run"]
 
-_KEPT = ("checkpoints", "stored", "metrics.jsonl", "watch.jsonl", "results.json", "done.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -83,6 +83,7 @@ class Run:
         *,
         resume: bool = False,
         reopen: bool = True,
+        lacks: Callable[[Run, Checkpoint], str | None] = lambda run, checkpoint: None,
         processes: Processes = ALONE,
     ) -> Run:
         """Make a run or, with ``resume``, go on with the one that is there.
@@ -94,6 +95,7 @@ class Run:
             config: What is asked for, as plain data.
             resume: Go on with a run of the same configuration.
             reopen: With ``resume``, also take a run that is finished.
+            lacks: As for :meth:`open`.
             processes: The processes that share the run.
 
         Raises:
@@ -102,12 +104,19 @@ class Run:
         run: Run | None = None
         with processes.failing_together():
             if processes.rank == 0:
-                run = cls._start(Path(path), _plain(config), resume, reopen)
+                run = cls._start(Path(path), plain(config), resume, reopen, lacks)
                 run.processes = processes
-        return run or cls(Path(path), _plain(config), None, processes)
+        return run or cls(Path(path), plain(config), None, processes)
 
     @classmethod
-    def _start(cls, folder: Path, config: Mapping[str, Any], resume: bool, reopen: bool) -> Run:
+    def _start(
+        cls,
+        folder: Path,
+        config: Mapping[str, Any],
+        resume: bool,
+        reopen: bool,
+        lacks: Callable[[Run, Checkpoint], str | None],
+    ) -> Run:
         if not (folder / "config.json").exists():
             return cls.create(folder, config)
         found = cls.open(folder)
@@ -120,13 +129,13 @@ class Run:
             raise RunError(
                 f"{folder} already holds a run that is finished; choose another folder (--out), or remove this one first."
             )
-        differences = _differences(found.config, config)
-        if differences:
+        changed = differences(found.config, config)
+        if changed:
             raise RunError(
-                f"{folder} holds a run with another configuration: {'; '.join(differences)}. "
+                f"{folder} holds a run with another configuration: {'; '.join(changed)}. "
                 f"Ask for the same, or choose another folder (--out)."
             )
-        return cls.open(folder, resume=True)
+        return cls.open(folder, resume=True, lacks=lacks)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Run:
@@ -136,16 +145,16 @@ class Run:
             RunError: The folder holds a run, cannot be made, or is in use.
         """
         folder = Path(path)
-        _check_free(folder)
-        before = _Before(folder)
+        check_free(folder)
+        before = Before(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"Could not make the folder {folder}: {error.strerror}; choose another (--out).") from error
-        lock = _lock(folder)
+        lock = take_lock(folder)
         try:
-            _check_free(folder)  # another process may have been faster
-            run = cls(folder, _plain(config), _Writer(lock, Records(folder / "metrics.jsonl"), before))
+            check_free(folder)  # another process may have been faster
+            run = cls(folder, plain(config), _Writer(lock, Records(folder / "metrics.jsonl"), before))
             run._remove_leftovers()
             write_json(folder / "environment.json", environment())
             write_json(folder / "config.json", run.config)
@@ -155,25 +164,41 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Run:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        lacks: Callable[[Run, Checkpoint], str | None] = lambda run, checkpoint: None,
+    ) -> Run:
         """Open a run: to read it, or with ``resume`` to go on from its last checkpoint.
 
-        Resuming takes the lock and drops what was logged after the checkpoint, since it will be logged again.
+        Resuming takes the lock and drops what was logged after the checkpoint, since it will be logged again. A
+        checkpoint that is damaged, or counts on what is not there any more, is removed, and the one before it taken.
+
+        Args:
+            path: The folder.
+            resume: Go on with the run.
+            lacks: What else a checkpoint counts on and is not there, in words; None if all is. It may read the run.
 
         Raises:
             RunError: There is no run, it is damaged, or (with ``resume``) in use.
         """
         folder = Path(path)
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         if config is None:
+            if (folder / "config.json").exists():
+                raise RunError(f"{folder / 'config.json'} is damaged (it is empty); put back a copy of it.")
             raise RunError(f"{folder} holds no run: there is no config.json. Give the folder a run was written to.")
         run = cls(folder, config)
         if not resume:
             return run
-        lock = _lock(folder)
+        lock = take_lock(folder)
         try:
             run._remove_leftovers()
-            checkpoint = run._checkpoints.latest(remove_damaged=True)
+            checkpoint = run._checkpoints.latest(
+                lambda found: run._lacks_records(found) or lacks(run, found), remove_others=True
+            )
             kept = 0 if checkpoint is None else checkpoint.metrics_bytes
             run._writer = _Writer(lock, Records(folder / "metrics.jsonl", kept))
             run._compare_environment()
@@ -182,13 +207,27 @@ class Run:
             raise
         return run
 
+    def _lacks_records(self, checkpoint: Checkpoint) -> str | None:
+        path = self.folder / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size < checkpoint.metrics_bytes:
+            return f"{path.name} has {size} of the {checkpoint.metrics_bytes} bytes it had then"
+        return None
+
     def _remove_leftovers(self) -> None:
         for folder in (self.folder, self._checkpoints.folder, self.folder / "stored"):
             refuse_links(folder)
             remove_leftovers(folder)
 
     def _compare_environment(self) -> None:
-        now, before = environment(), self.environment
+        now = environment()
+        try:
+            before = self.environment
+        except RunError as error:
+            # no number depends on it
+            warnings.warn(f"{error} The present environment is written in its place.", stacklevel=callers_level())
+            write_json(self.folder / "environment.json", now)
+            return
         changed = [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
         if not changed:
             return
@@ -252,7 +291,7 @@ class Run:
     @property
     def environment(self) -> dict[str, Any]:
         """What the run was made under."""
-        return self.processes.on_rank_0(lambda: _read_json(self.folder / "environment.json") or {})
+        return self.processes.on_rank_0(lambda: read_json(self.folder / "environment.json") or {})
 
     @property
     def done(self) -> bool:
@@ -293,7 +332,7 @@ class Run:
 
     def stored(self, name: str) -> dict[str, Any] | None:
         """What was stored under that name, or None."""
-        return self.processes.on_rank_0(lambda: _read_json(self._stored_path(name)))
+        return self.processes.on_rank_0(lambda: read_json(self._stored_path(name)))
 
     def stored_names(self) -> list[str]:
         """The names under which something is stored."""
@@ -324,83 +363,11 @@ class Run:
         return self._writer
 
     def _keeps_something(self) -> bool:
-        return any((self.folder / name).exists() for name in _KEPT)
+        return any((self.folder / name).exists() for name in KEPT)
 
 
 class _Writer:
     """What the one who writes to a folder holds: its lock, the open records, and what was there before a new run."""
 
-    def __init__(self, lock: FileLock, records: Records, before: _Before | None = None) -> None:
+    def __init__(self, lock: FileLock, records: Records, before: Before | None = None) -> None:
         self.lock, self.records, self.before = lock, records, before
-
-
-class _Before:
-    """What was there before a run was made."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._locked = (folder / ".lock").exists()
-        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-
-    def restore(self, lock: FileLock) -> None:
-        """Remove what is there now and was not; the lock goes last, since from then on another may write."""
-        for name in ("config.json", "environment.json"):
-            (self._folder / name).unlink(missing_ok=True)
-        if not self._locked:
-            lock.remove()
-        for path in self._new_folders:
-            with contextlib.suppress(OSError):  # it has content
-                path.rmdir()
-
-
-def _lock(folder: Path) -> FileLock:
-    try:
-        return lock_folder(folder)
-    except HeldError as error:
-        holder = f" ({error})" if str(error) else ""
-        raise RunError(
-            f"{folder} is being written by another process{holder}; wait until it ends, or choose another folder "
-            "(--out)."
-        ) from error
-    except OSError as error:
-        where = error.filename if error.errno == errno.ELOOP else f"Could not write to {folder}"
-        raise RunError(f"{where}: {error.strerror}; choose another folder (--out).") from error
-
-
-def _check_free(folder: Path) -> None:
-    if (folder / "config.json").exists():
-        raise RunError(f"{folder} already holds a run; choose another folder (--out), or remove this one first.")
-    remains = [name for name in _KEPT if (folder / name).exists()]
-    if remains:
-        raise RunError(
-            f"{folder} has {', '.join(remains)} of another run but no config.json; "
-            f"remove them, or choose another folder (--out)."
-        )
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
-    return plain
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path} cannot be read ({error}); the run is damaged: choose another folder (--out)."
-        ) from error
-    return content
-
-
-def _differences(before: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in sorted({*before, *asked}):
-        old, new = before.get(key), asked.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} is {old!r} there, {new!r} was asked")
-    return found
