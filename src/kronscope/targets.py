@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from kronscope.gradients import forward
 from kronscope.gradients.data import map_tensors, tensors_of
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
 from kronscope.support.processes import Processes
+from kronscope.support.texts import wants_to_run
 
 __all__ = [
     "approximation_names",
@@ -202,19 +205,39 @@ def _cut(inputs: Any, start: int, stop: int) -> Any:
 def _read(path: Path, kind: type[KronscopeError], advice: str) -> Any:
     """What a file holds: the arrays of an ``.npz`` as tensors, or what ``torch.save`` wrote."""
     try:
+        _check_size(path, kind)
         if path.suffix == ".npz":
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 return {name: torch.from_numpy(file[name]) for name in file.files}
         return torch.load(path, map_location="cpu", weights_only=True)
+    except KronscopeError:
+        raise
     except OSError as error:
         raise kind(f"{path} cannot be read: {error.strerror or _line(error)}.") from error
     except Exception as error:  # bytes that are something else fail anywhere in the reader
-        refused = ("Unsupported global", "Unsupported class")
-        if isinstance(error, pickle.UnpicklingError) and any(words in str(error) for words in refused):
+        if isinstance(error, pickle.UnpicklingError) and wants_to_run(error):
             raise kind(
                 f"{path} holds other things than tensors and is not opened, since they may run code; {advice}."
             ) from error
         raise kind(f"{path} cannot be read: it is damaged or of another format; {advice}.") from error
+
+
+def _check_size(path: Path, kind: type[KronscopeError]) -> None:
+    """Both formats are zip archives, in which a few megabytes can stand for more than the memory holds."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            return
+        with zipfile.ZipFile(file) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+    if size > total // 2:
+        raise kind(
+            f"{path} holds {size / 2**30:.1f} GiB, and the memory of this machine is {total / 2**30:.1f} GiB; give "
+            "fewer samples."
+        )
 
 
 def _checked(pair: tuple[Any, Any], path: Path) -> tuple[Any, Tensor]:

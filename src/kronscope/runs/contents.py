@@ -8,7 +8,6 @@ import importlib.metadata
 import io
 import json
 import os
-import pickle
 import platform
 import re
 import warnings
@@ -22,6 +21,7 @@ import torch
 from kronscope.errors import RunError
 from kronscope.support.callers import callers_level
 from kronscope.support.files import naming, write_atomically
+from kronscope.support.texts import wants_to_run
 
 __all__ = ["Checkpoint", "Checkpoints", "Records", "environment", "read_records"]
 
@@ -206,10 +206,12 @@ class Checkpoints:
         files = self._files()
         for left, path in reversed(list(enumerate(files))):
             checkpoint = _load(path)
-            wrong = "is damaged" if checkpoint is None else lacks(checkpoint)
-            if wrong is None:
+            if isinstance(checkpoint, str):
+                wrong = checkpoint
+            elif lack := lacks(checkpoint):
+                wrong = f"cannot be gone on from: {lack.rstrip('.')}"
+            else:
                 return checkpoint
-            wrong = wrong if checkpoint is None else f"cannot be gone on from: {wrong.rstrip('.')}"
             instead = "going back to the checkpoint before it" if left else "the run begins anew"
             warnings.warn(f"{path.name} {wrong}; {instead}.", stacklevel=callers_level())
             if remove_others:
@@ -223,16 +225,18 @@ class Checkpoints:
         return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
 
 
-def _load(path: Path) -> Checkpoint | None:
-    """What a file holds, or None if it is damaged."""
+def _load(path: Path) -> Checkpoint | str:
+    """What a file holds, or what is wrong with it."""
     content = path.read_bytes()
     # torch.load does not look at checksums, and would take changed weights for good ones.
     if not path.stem.endswith(_checksum(content)):
-        return None
+        return "is damaged"
     try:
         return Checkpoint(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
-    except (RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError):
-        return None  # somebody else made it, with a checksum of its own
+    except Exception as error:  # noqa: BLE001  # somebody else made it, with a checksum of its own
+        if wants_to_run(error):
+            return "holds other things than tensors, which may run code, and is not opened"
+        return "is damaged"
 
 
 def _checksum(content: bytes | memoryview) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import math
 import os
 import pickle
 import re
 import tarfile
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,19 @@ import torch
 from numpy.typing import NDArray
 
 from kronscope.errors import DataError
+from kronscope.paper.data.arrays import read_arrays
 from kronscope.paper.data.dataset import Dataset, Normalization, TensorImages
-from kronscope.paper.data.files import check_digest, download, find_file, folders, missing, read_file
+from kronscope.paper.data.files import (
+    MOST_BYTES,
+    check_digest,
+    download,
+    find_file,
+    folders,
+    missing,
+    read_file,
+    reading,
+    too_large,
+)
 
 __all__ = ["load_cifar5m", "load_cifar10"]
 
@@ -52,6 +63,8 @@ _NORMALIZATION = Normalization(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.243
 _PART = re.compile(r"(?:cifar5m_)?part(\d+)\.npz")
 _PARTS_FOLDERS = ("cifar5m", "cifar-5m", "CIFAR-5M", "CIFAR5M")
 _TEST_PART = 5
+# A part has about a million images.
+_MOST_OF_PART = 8 << 30
 _ROW = 1 + 3072
 
 Bytes = NDArray[np.uint8]
@@ -80,7 +93,9 @@ def load_cifar10(
         DataError: A file is damaged.
     """
     places = folders(data_dir, _FOLDERS)
-    files = _cifar10_files(places)
+    # of one file; the python form is a little larger than the binary one
+    most = 10_000 * _ROW * 17 // 16 if verify else MOST_BYTES
+    files = _cifar10_files(places, most)
     if files is None and fetch and data_dir is not None:
         archive = download(
             [f"{mirror}{_ARCHIVE}" for mirror in mirrors],
@@ -88,7 +103,7 @@ def load_cifar10(
             _ARCHIVE_DIGEST,
             data_set="CIFAR-10",
         )
-        files = _tar_members(archive, _BINARY)
+        files = _tar_members(archive, _BINARY, most)
     if files is None:
         looked_for = "data_batch_1 to 5 as .bin (plain, .gz, .xz), as python files, or as their .tar.gz archive"
         raise missing("CIFAR-10", looked_for, places, downloadable=True)
@@ -134,14 +149,7 @@ def load_cifar5m(data_dir: str | os.PathLike[str] | None, *, limit: int | None =
     for number, path in parts.items():
         if left <= 0:
             break
-        with _open_npz(path) as archive:
-            pixels = _leading_rows(archive, path, "X", left)
-            classes = _leading_rows(archive, path, "Y", left)
-        if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8 or len(pixels) != len(classes):
-            raise DataError(
-                f"{path.name} needs X (N, 32, 32, 3) bytes and Y (N,), "
-                f"got {pixels.shape} {pixels.dtype} and {classes.shape}."
-            )
+        pixels, classes = read_arrays(path, {"X": (None, 32, 32, 3), "Y": (None,)}, limit=left, most=_MOST_OF_PART)
         images.append(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
         labels.append(classes.astype(np.int64))
         used.append(str(number))
@@ -163,38 +171,57 @@ def _dataset(name: str, title: str, images: Bytes, labels: NDArray[np.int64]) ->
     )
 
 
-def _cifar10_files(places: list[Path]) -> dict[str, Callable[[], bytes]] | None:
+def _cifar10_files(places: list[Path], most: int) -> dict[str, Callable[[], bytes]] | None:
     for place in places:
         for names in (_BINARY, _PYTHON):
             found = {name: find_file([place], name) for name in names}
             present = {name: path for name, path in found.items() if path is not None}
             if len(present) == len(names):
-                return {name: partial(read_file, path) for name, path in present.items()}
+                return {name: partial(read_file, path, most) for name, path in present.items()}
             if present:
                 absent = ", ".join(name for name in names if name not in present)
                 raise missing("All of CIFAR-10", f"{absent} beside {', '.join(present)}", [place], downloadable=False)
         for archive, names in ((_ARCHIVE, _BINARY), ("cifar-10-python.tar.gz", _PYTHON)):
             if (place / archive).is_file():
-                return _tar_members(place / archive, names)
+                return _tar_members(place / archive, names, most)
     return None
 
 
-def _tar_members(archive: Path, names: dict[str, str]) -> dict[str, Callable[[], bytes]]:
-    # One pass over the archive: gzip cannot seek, so reading member by member would decompress it five times.
+def _tar_members(archive: Path, names: dict[str, str], most: int) -> dict[str, Callable[[], bytes]]:
+    # One pass over the archive: gzip cannot seek, so reading member by member would decompress it five times. Nothing
+    # is written to the disk, whatever paths the members have.
     content: dict[str, bytes] = {}
-    try:
-        with tarfile.open(archive, "r:gz") as tar:
+    with reading(archive), gzip.open(archive) as unpacked:
+        # a stream, read in pieces: also what tarfile itself reads, such as long names, is counted
+        counted: Any = _Counted(unpacked, archive.name)
+        with tarfile.open(fileobj=counted, mode="r|") as tar:
             for member in tar:
                 name = Path(member.name).name
-                file = tar.extractfile(member) if member.isfile() and name in names else None
-                if file is not None:
-                    content[name] = file.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"Could not read {archive.name}: {error}. Get it again.") from error
+                if not member.isfile() or name not in names:
+                    continue
+                if member.size > most:
+                    raise too_large(f"{name} in {archive.name}", most)
+                file = tar.extractfile(member)
+                content[name] = b"" if file is None else file.read()
     absent = [name for name in names if name not in content]
     if absent:
         raise DataError(f"{archive.name} has no {', '.join(absent)}; get it again.")
     return {name: partial(bytes, content[name]) for name in names}
+
+
+class _Counted:
+    """A file that refuses to be read beyond what an archive of CIFAR-10 can hold."""
+
+    def __init__(self, file: gzip.GzipFile, name: str) -> None:
+        self._file, self._name, self._left = file, name, MOST_BYTES
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+        data = self._file.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise too_large(self._name, MOST_BYTES)
+        return data
 
 
 def _parse_binary(content: bytes, name: str) -> tuple[Bytes, NDArray[np.int64]]:
@@ -244,31 +271,3 @@ def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise DataError(f"The file asks for the encoding {encoding!r}; CIFAR-10's python files use latin1.")
     return text.encode("latin1")
-
-
-def _open_npz(path: Path) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"Could not open {path.name}: {error}. Get it again.") from error
-
-
-def _leading_rows(archive: zipfile.ZipFile, path: Path, key: str, limit: float) -> NDArray[Any]:
-    # np.load would read all of X, 3 GB a part.
-    try:
-        with archive.open(f"{key}.npy") as file:
-            version = np.lib.format.read_magic(file)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = header(file)
-            if fortran or dtype.hasobject or not shape:
-                raise DataError(f"{path.name} holds {key} in a form CIFAR-5M does not use ({shape}, {dtype}).")
-            rows = int(min(shape[0], limit))
-            size = rows * math.prod(shape[1:]) * dtype.itemsize
-            content = file.read(size)
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"Could not read {key} of {path.name}: {error}. Get it again.") from error
-    if len(content) != size:
-        raise DataError(f"{path.name} is cut short: {key} should have {size} bytes and has {len(content)}.")
-    return np.frombuffer(content, dtype=dtype).reshape(rows, *shape[1:])

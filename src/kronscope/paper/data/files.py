@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import http.client
+import io
 import lzma
 import os
 import urllib.request
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from kronscope.errors import DataError, MissingDataError
+from kronscope.errors import DataError, KronscopeError, MissingDataError
 from kronscope.support.files import write_atomically
 
-__all__ = ["check_digest", "download", "find_file", "folders", "missing", "read_file"]
+__all__ = [
+    "MOST_BYTES",
+    "check_digest",
+    "download",
+    "find_file",
+    "folders",
+    "missing",
+    "read_file",
+    "reading",
+    "too_large",
+]
 
+# No file of these data sets holds more, however it is compressed.
+MOST_BYTES = 1 << 30
 _SUFFIXES = ("", ".gz", ".xz")
 _CHUNK = 1 << 20
+# The strongest preset of xz takes 65 MiB to decompress.
+_XZ_MEMORY = 256 << 20
 
 
 def folders(data_dir: str | os.PathLike[str] | None, names: Sequence[str]) -> list[Path]:
@@ -40,22 +56,89 @@ def find_file(places: Iterable[Path], name: str) -> Path | None:
     return None
 
 
-def read_file(path: Path) -> bytes:
-    """All bytes of a file, decompressed by its ending.
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All bytes of a file, decompressed by its ending, but no more than are expected.
+
+    A few megabytes can hold gigabytes of zeros, so a file is never decompressed first and looked at afterwards.
+
+    Args:
+        path: The file.
+        most: How many bytes it may hold.
 
     Raises:
-        DataError: The file is cut short or not what its ending says.
+        DataError: The file cannot be read, is cut short, is not what its ending says, or holds more.
+    """
+    with reading(path), _decompressed(path) as file:
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise too_large(path.name, most)
+        return content
+
+
+def too_large(name: str, most: int) -> DataError:
+    """The error for a file that holds more than the published one."""
+    return DataError(
+        f"{name} holds more than {most} bytes, and the published file does not. It is another file, or made to fill "
+        "the memory; get it again."
+    )
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in words why a file cannot be read: it is not allowed, or it is damaged.
+
+    Raises:
+        DataError: Anything failed inside.
     """
     try:
-        if path.suffix == ".gz":
-            return gzip.decompress(path.read_bytes())
-        if path.suffix == ".xz":
-            return lzma.decompress(path.read_bytes())
-        return path.read_bytes()
-    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        yield
+    except KronscopeError:
+        raise
+    except OSError as error:
+        if error.errno is not None:
+            raise DataError(f"Could not read {path}: {error.strerror}; check its permissions and its disk.") from error
+        raise DataError(f"Could not read {path.name}: {error}. It is damaged; get it again.") from error
+    except EOFError as error:
+        raise DataError(f"Could not read {path.name}: {error}. It is cut short; get it again.") from error
+    except MemoryError as error:
+        raise DataError(f"Could not read {path.name}: it does not fit into memory. Get it again.") from error
+    except Exception as error:  # bytes that are something else fail anywhere in the reader
         raise DataError(
-            f"Could not read {path.name}: {error}. The file is probably cut short; get it again."
+            f"Could not read {path.name}: {type(error).__name__}: {error}. It is damaged; get it again."
         ) from error
+
+
+def _decompressed(path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".xz":
+        return io.BufferedReader(_Xz(path.open("rb")), 1 << 16)
+    return path.open("rb")
+
+
+class _Xz(io.RawIOBase):
+    """The content of an xz file; unlike :class:`lzma.LZMAFile` with a limit to the memory that its header asks for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data and not self._decompressor.eof:
+            more = self._file.read(1 << 16) if self._decompressor.needs_input else b""
+            if self._decompressor.needs_input and not more:
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            data = self._decompressor.decompress(more, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def check_digest(name: str, content: bytes, digest: str, *, data_set: str) -> None:
@@ -69,8 +152,9 @@ def check_digest(name: str, content: bytes, digest: str, *, data_set: str) -> No
     if actual != expected:
         raise DataError(
             f"{name} is not the published file of {data_set}: its {algorithm} should be {expected} "
-            f"and is {actual}. It is damaged, or another data set in the same format. Get it again. From "
-            f"Python, kronscope.paper.data.load(..., verify=False) takes it as it is, and calls the data unverified."
+            f"and is {actual} ({len(content)} bytes). It is damaged, or another data set in the same format. Get it "
+            "again. From Python, kronscope.paper.data.load(..., verify=False) takes it as it is, and calls the data "
+            "unverified."
         )
 
 
@@ -124,7 +208,11 @@ class _NotDeliveredError(Exception):
 def _receive(url: str, digest: str, timeout: float, file: BinaryIO) -> None:
     algorithm, _, expected = digest.partition(":")
     checksum = hashlib.new(algorithm, usedforsecurity=False)
+    received = 0
     for block in _blocks(url, timeout):
+        received += len(block)
+        if received > MOST_BYTES:
+            raise _NotDeliveredError(f"{url} sent more than {MOST_BYTES} bytes")
         checksum.update(block)
         file.write(block)
     if checksum.hexdigest() != expected:
@@ -138,5 +226,5 @@ def _blocks(url: str, timeout: float) -> Iterator[bytes]:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             while block := response.read(_CHUNK):
                 yield block
-    except OSError as error:
-        raise _NotDeliveredError(f"{url}: {getattr(error, 'reason', error)}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _NotDeliveredError(f"{url}: {getattr(error, 'reason', None) or repr(error)}") from error

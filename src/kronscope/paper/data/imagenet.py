@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,14 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kronscope.errors import DataError, MissingExtraError
+from kronscope.paper.data.arrays import read_arrays
 from kronscope.paper.data.dataset import Dataset, Images, Normalization, TensorImages
-from kronscope.paper.data.files import folders, missing
+from kronscope.paper.data.files import folders, missing, read_file, reading, too_large
 
 __all__ = ["ImageFiles", "decode", "load_imagenet", "load_imagenet_sample", "load_tiny_imagenet"]
 
 _NORMALIZATION = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 _FOLDERS = ("imagenet", "ImageNet", "ILSVRC2012", "imagenet/ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _TINY_FOLDERS = ("tiny-imagenet-200", "imagenet", "imagenet/tiny-imagenet-200", "tiny-imagenet")
+# The largest photographs; Pillow itself would decode 179 million before it refuses.
+_MOST_PIXELS = 80_000_000
+_MOST_OF_IMAGE = 64 << 20
+_MOST_OF_SAMPLE = 2 << 30
 _EXTENSIONS = (".jpeg", ".jpg", ".png")
 _TRAIN_MEMBER = re.compile(r"(?:.*/)?train/(n\d{8})/(?:images/)?[^/]+\.(?:jpe?g|png)", re.IGNORECASE)
 _WNID = re.compile(r"n\d{8}")
@@ -51,7 +56,9 @@ class ImageFiles:
         chosen = [self.paths[int(index)] for index in indices]
         # Pillow lets go of the interpreter while it decodes.
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            images = list(pool.map(lambda path: decode(path.read_bytes(), self.size, name=path.name), chosen))
+            images = list(
+                pool.map(lambda path: decode(read_file(path, _MOST_OF_IMAGE), self.size, name=path.name), chosen)
+            )
         return torch.from_numpy(np.stack(images))
 
 
@@ -71,14 +78,23 @@ def decode(content: bytes, size: int, *, name: str = "image") -> NDArray[np.uint
             "Reading images needs Pillow; install it with: pip install 'kronscope[paper]'"
         ) from error
     try:
-        with Image.open(io.BytesIO(content)) as file:
+        # Only these two: for others Pillow starts programs that are installed, as Ghostscript for EPS.
+        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as file:
+            if math.prod(file.size) > _MOST_PIXELS:
+                raise DataError(f"{name} is an image of {file.width} × {file.height} pixels; ImageNet's are smaller.")
             image = file.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{name} is not a readable image: {error}. Get it again.") from error
+    except DataError:
+        raise
+    except Exception as error:  # damaged images fail anywhere in the decoder
+        raise DataError(f"{name} is not a readable image: {type(error).__name__}: {error}. Get it again.") from error
     shorter = min(image.size)
     if shorter != size:
         factor = round(size * 8 / 7) / shorter
         width, height = (max(size, round(side * factor)) for side in image.size)
+        if width * height > _MOST_PIXELS:
+            raise DataError(
+                f"{name} is an image of {image.width} × {image.height} pixels, much too long. Get it again."
+            )
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = (image.width - size) // 2, (image.height - size) // 2
     pixels = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
@@ -135,13 +151,9 @@ def load_imagenet_sample(data_dir: str | os.PathLike[str] | None) -> Dataset:
     path = next((file for place in places for file in sorted(place.glob("imagenet1k_sample*.npz"))), None)
     if path is None:
         raise missing("The ImageNet sample", "imagenet1k_sample*.npz", places, downloadable=False)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            pixels, labels = file["x"], file["y"]
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"Could not read {path.name}: {error}. Get it again.") from error
-    if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8 or labels.shape != (len(pixels),):
-        raise DataError(f"{path.name} needs x (N, h, w, 3) bytes and y (N,), got {pixels.shape} and {labels.shape}.")
+    pixels, labels = read_arrays(path, {"x": (None, None, None, 3), "y": (None,)}, most=_MOST_OF_SAMPLE)
+    if len(labels) and (labels.min() < 0 or labels.max() > 999):
+        raise DataError(f"{path.name} has labels from {labels.min()} to {labels.max()}; they should be 0 to 999.")
     return Dataset(
         name="imagenet-sample",
         title=f"ImageNet sample ({len(pixels)} images, 1000 classes)",
@@ -177,15 +189,17 @@ def _from_files(
 
 def _from_tar(archive: Path, image_size: int) -> Dataset:
     found = []
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                match = _TRAIN_MEMBER.fullmatch(member.name)
-                file = tar.extractfile(member) if match and member.isfile() else None
-                if match and file is not None:
-                    found.append((match[1], member.name, decode(file.read(), image_size, name=member.name)))
-    except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"Could not read {archive.name}: {error}. Get it again.") from error
+    # Not compressed, so that no member is larger than the file; a sparse one says so and is refused by its size.
+    with reading(archive), tarfile.open(archive, "r:") as tar:
+        for member in tar:
+            match = _TRAIN_MEMBER.fullmatch(member.name)
+            if not match or not member.isfile():
+                continue
+            if member.size > _MOST_OF_IMAGE:
+                raise too_large(f"{member.name} in {archive.name}", _MOST_OF_IMAGE)
+            file = tar.extractfile(member)
+            content = b"" if file is None else file.read()
+            found.append((match[1], member.name, decode(content, image_size, name=member.name)))
     if not found:
         raise DataError(f"{archive.name} has no train/<wnid>/images/*.JPEG; is it Tiny ImageNet?")
     # The order inside a tar is its maker's; results should not depend on it.

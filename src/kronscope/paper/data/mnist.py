@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from kronscope.errors import DataError
 from kronscope.paper.data.dataset import Dataset, Normalization, TensorImages
-from kronscope.paper.data.files import check_digest, download, find_file, folders, missing, read_file
+from kronscope.paper.data.files import MOST_BYTES, check_digest, download, find_file, folders, missing, read_file
 
 __all__ = ["load_mnist2", "parse_idx"]
 
@@ -21,6 +22,7 @@ _CONTENT = {
     _IMAGES: "sha256:ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     _LABELS: "sha256:65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
 }
+_SIZES = {_IMAGES: 16 + 60_000 * 784, _LABELS: 8 + 60_000}
 _DOWNLOAD = {
     _IMAGES: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     _LABELS: "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
@@ -63,7 +65,7 @@ def load_mnist2(
             )
         if path is None:
             raise missing("MNIST", f"{name} (plain, .gz or .xz)", places, downloadable=True)
-        content[name] = read_file(path)
+        content[name] = read_file(path, _SIZES[name] if verify else MOST_BYTES)
         if verify:
             check_digest(path.name, content[name], _CONTENT[name], data_set="MNIST")
     images = parse_idx(content[_IMAGES], name=_IMAGES)
@@ -101,7 +103,10 @@ def parse_idx(content: bytes, *, name: str = "idx file") -> np.ndarray[tuple[int
     if len(content) < start:
         raise DataError(f"{name} ends inside its header, after {len(content)} bytes; get it again.")
     sizes = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
-    expected = start + int(np.prod(sizes, dtype=np.int64))
+    # of python's integers, which do not overflow
+    expected = start + math.prod(sizes)
     if len(content) != expected:
         raise DataError(f"{name} should have {expected} bytes for sizes {sizes} and has {len(content)}; get it again.")
+    if dims > 3:
+        raise DataError(f"{name} has {dims} dimensions; images have three, labels one.")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
