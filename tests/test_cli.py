@@ -310,19 +310,19 @@ def test_the_commands_of_the_documents_table_exist(kronscope: Command) -> None:
         assert kronscope(*command.split(), "--help").code == 0, command
 
 
-def test_the_installed_command_runs() -> None:
+def test_the_installed_command_runs(kronscope: Command) -> None:
     command = Path(sys.executable).with_name("kronscope")
     assert command.exists()
     shown = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ks.__version__
-    shown = subprocess.run([str(command), "paper", "--help"], capture_output=True, text=True, check=True)
+    # each such start takes seconds; the rest is the same in this process
+    assert kronscope("--version").out == shown.stdout
+    told = kronscope("paper", "--help")
     for name in ("figure1", "figure2", "figure3", "figure4", "figure5"):
-        assert name in shown.stdout
-    wrong = subprocess.run(
-        [str(command), "paper", "figure1", "--steps", "x"], capture_output=True, text=True, check=False
-    )
-    assert wrong.returncode == 2
-    assert "Traceback" not in wrong.stderr
+        assert name in told.out
+    wrong = kronscope("paper", "figure1", "--steps", "x")
+    assert wrong.code == 2
+    assert "Traceback" not in wrong.err
 
 
 # ---------------------------------------------------------------------- watch and advise

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Ended, run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -36,21 +35,11 @@ TRAINING = {
 }
 
 
-def _python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # One thread, so that the examples do not fight the rest of a parallel run; no network, no GPU to share.
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **quiet},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+def _run(name: str, folder: Path, size: int = 1) -> Ended:
+    first, *others = run_program(folder, str(ROOT / "examples" / f"{name}.py"), size=size)
+    assert first.code == 0, first.err
+    assert all(other.code == 0 for other in others)
+    return first
 
 
 def test_every_example_is_tested() -> None:
@@ -64,10 +53,9 @@ def test_every_example_is_a_page_of_the_gallery(path: Path) -> None:
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_example_runs_on_two_processes(name: str, tmp_path: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = _python(*launch, str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
-    assert TOGETHER[name] in done.stdout
-    _assert_losses_fall(done.stdout)
+    done = _run(name, tmp_path, size=2)
+    assert TOGETHER[name] in done.out
+    _assert_losses_fall(done.out)
 
 
 def _assert_losses_fall(printed: str) -> None:
@@ -82,9 +70,9 @@ def test_example_trains(name: str, tmp_path: Path) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{name}.py needs {package}: `make test-integrations` has it")
-    done = _python(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
-    assert prints in done.stdout
-    _assert_losses_fall(done.stdout)
+    done = _run(name, tmp_path)
+    assert prints in done.out
+    _assert_losses_fall(done.out)
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem in PRINTS], ids=lambda path: path.stem)
@@ -92,9 +80,9 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     for package in ("sklearn", "transformers"):
         if package in path.read_text(encoding="utf-8") and importlib.util.find_spec(package) is None:
             pytest.skip(f"{path.name} needs {package}: pip install '.[all]'")
-    done = _python(str(path), cwd=tmp_path)
-    assert "Warning" not in done.stderr
-    assert PRINTS[path.stem] in done.stdout
-    cosines = [float(text) for text in re.findall(r"(?<![±\d.])[01]\.\d{4}(?!\d)", done.stdout)]
-    assert len(cosines) >= 5, done.stdout
-    assert all(0 < cosine < 1.1 for cosine in cosines), done.stdout
+    done = _run(path.stem, tmp_path)
+    assert "Warning" not in done.err
+    assert PRINTS[path.stem] in done.out
+    cosines = [float(text) for text in re.findall(r"(?<![±\d.])[01]\.\d{4}(?!\d)", done.out)]
+    assert len(cosines) >= 5, done.out
+    assert all(0 < cosine < 1.1 for cosine in cosines), done.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import FrameType
 
@@ -61,11 +62,15 @@ def calling_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < 2:
-        _, inside, rest = frame.f_code.co_filename.partition("/src/kronscope/")
-        if inside:
-            found.append(f"{rest}:{frame.f_lineno}")
+        if inside := _inside(frame.f_code.co_filename):
+            found.append(f"{inside}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "the test"
+
+
+@functools.cache
+def _inside(path: str) -> str:
+    return path.partition("/src/kronscope/")[2]
 
 
 def is_diagonal(matrices: Tensor) -> bool:

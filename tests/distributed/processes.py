@@ -5,7 +5,6 @@ A case is a function of a :class:`Place`. Starting processes takes seconds, so a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.forked import forking
 
 # generous: a busy machine is no reason to fail
 SECONDS = 270.0
@@ -71,7 +72,7 @@ def _run(rank: int, size: int, folder: Path, cases: Mapping[str, Case]) -> None:
 
 def run_everywhere(size: int, cases: Mapping[str, Case]) -> list[dict[str, Any]]:
     """Run the cases on ``size`` processes; return each one's outcomes by name."""
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [context.Process(target=_run, args=(rank, size, folder, cases)) for rank in range(size)]

@@ -18,6 +18,7 @@ from kronscope.support.launch import is_rank_0, process_group
 from kronscope.support.processes import Processes
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
+from tests.forked import run_program
 
 # Parameters are float32, and per-sample gradients depend in the last digits on which samples share a batch; what is
 # made of them is float64.
@@ -42,9 +43,9 @@ def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
-    ended = launched(tmp_path, *_PAPER, "--out", "two")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("Written:") == 1
+    first, second = run_program(tmp_path, "kronscope", *_PAPER, "--out", "two", size=2)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out + second.out).count("Written:") == 1
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "table.csv"):
         assert (tmp_path / "two" / name).stat().st_size > 0, name
     settings = scaled("digits-linear", steps=4, samples=41, measure_at=[0, 2, 4])
@@ -59,8 +60,8 @@ def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
         (tmp_path / "two" / name).unlink()
     (last,) = (tmp_path / "two" / "checkpoints").glob("step-00000004-*")
     last.unlink()
-    again = launched(tmp_path, *_PAPER, "--out", "two", "--resume")
-    assert again.returncode == 0, again.stderr
+    for again in run_program(tmp_path, "kronscope", *_PAPER, "--out", "two", "--resume", size=2):
+        assert again.code == 0, again.err
     assert (tmp_path / "two" / "results.json").read_bytes() == before
 
 

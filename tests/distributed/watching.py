@@ -13,7 +13,7 @@ import kronscope as ks
 from kronscope.watching import WatchRecords
 from tests.distributed.processes import Case, Place
 
-BATCH, STEPS = 12, 6
+BATCH, STEPS = 12, 4
 
 
 def watched(place: Place, *, family: str = "shampoo", sharded: bool = False, parallel: str = "auto") -> Any:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 import kronscope as ks
 from kronscope.errors import DataError, OptionError
 from kronscope.gradients.disk_store import DiskStore
+from tests.forked import forked
 from tests.gradients.given import Run, given_grads, stored
 
 
@@ -152,35 +150,27 @@ def test_a_checkpoint_sets_the_count_in_the_folder(tmp_path: Path) -> None:
     assert _part(tmp_path, 13, 21).steps == (1, 11, 21)
 
 
-_WRITER = """
-import sys, torch
-from torch import nn
-import kronscope as ks
-model = nn.Linear(3, 2, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-history = ks.GradientHistory.attach(optimizer, model, ["weight"], sys.argv[1], every=10)
-for step in range(17):
-    model.weight.grad = torch.ones(2, 3)
-    optimizer.step()
-print("seventeen", flush=True)
-sys.stdin.read()
-"""
+def _write(pipe: Any, folder: Path) -> None:
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    history = ks.GradientHistory.attach(optimizer, model, ["weight"], folder, every=10)
+    for _ in range(17):
+        model.weight.grad = torch.ones(2, 3)
+        optimizer.step()
+    pipe.send("seventeen")
+    pipe.recv()
+    history.close()
 
 
 def test_a_killed_writer_has_counted_its_steps_and_holds_no_lock(tmp_path: Path) -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as writer:
-        assert writer.stdout is not None
-        try:
-            assert writer.stdout.readline() == "seventeen\n"
-            model = torch.nn.Linear(3, 2, bias=False)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            with pytest.raises(DataError, match=rf"recorded to .* by process {writer.pid}; close\(\) that one"):
-                ks.GradientHistory.attach(optimizer, model, ["weight"], tmp_path, resume=True)
-            assert ks.GradientHistory.open(tmp_path).steps == (1, 11)
-        finally:
-            writer.send_signal(signal.SIGKILL)
-        writer.wait()
+    with forked(_write, tmp_path) as (writer, pipe):
+        assert pipe.recv() == "seventeen"
+        model = torch.nn.Linear(3, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with pytest.raises(DataError, match=rf"recorded to .* by process {writer.pid}; close\(\) that one"):
+            ks.GradientHistory.attach(optimizer, model, ["weight"], tmp_path, resume=True)
+        assert ks.GradientHistory.open(tmp_path).steps == (1, 11)
+        writer.kill()
     resumed = ks.GradientHistory.attach(optimizer, model, ["weight"], tmp_path, resume=True)
     assert resumed.total_steps == 17
     resumed.close()

@@ -6,8 +6,6 @@ import io
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -15,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import kronscope as ks
 from kronscope.errors import DataError
+from tests.forked import forked
 from tests.gradients.given import Run, given_grads, recorded, stored
 
 # ---------------------------------------------------------------------- crashes
@@ -92,28 +92,24 @@ def test_a_crash_while_thinning_leaves_the_old_records(tmp_path: Path) -> None:
     resumed.close()
 
 
-_WRITER = """
-import sys, torch
-from torch import nn
-import kronscope as ks
-torch.set_num_threads(1)
-model = nn.Linear(40, 30, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-history = ks.GradientHistory.attach(optimizer, model, ["weight"], sys.argv[1])
-for step in range(1, 100000):
-    model.weight.grad = torch.full((30, 40), float(step))
-    optimizer.step()
-    if step == 50:
-        print("fifty", flush=True)
-"""
+def _write(pipe: Any, folder: Path) -> None:
+    model = nn.Linear(40, 30, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    history = ks.GradientHistory.attach(optimizer, model, ["weight"], folder)
+    for step in range(1, 100000):
+        model.weight.grad = torch.full((30, 40), float(step))
+        optimizer.step()
+        if step == 50:
+            pipe.send("fifty")
+    history.close()
 
 
 def test_a_killed_writer_loses_nothing_but_the_step_it_was_at(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "fifty\n"
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+    with forked(_write, tmp_path) as (writer, pipe):
+        assert pipe.recv() == "fifty"
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
     history = ks.GradientHistory.open(tmp_path)
     assert len(history) >= 50
     assert history.steps == tuple(range(1, len(history) + 1))

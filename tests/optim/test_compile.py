@@ -75,7 +75,7 @@ def test_later_steps_compile_nothing_and_copies_are_plain():
 @pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")
 def test_a_model_of_many_shapes_is_compiled_whole():
     """Torch gives up on a function after eight graphs, unless it is told not to."""
-    params = parameters(*[(4 + i, 3 + i % 4) for i in range(12)])
+    params = parameters(*[(4 + i, 3 + i % 4) for i in range(9)])
     optimizer = KLShampoo(params, 0.01)
     optimizer.compile(backend="eager")
     train(optimizer, params, [gradients(tuple(param.shape), 2, seed=i) for i, param in enumerate(params)])

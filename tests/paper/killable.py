@@ -1,4 +1,4 @@
-"""Trains in folders that the test names, in children that it kills."""
+"""Training in a folder that a test names, in processes that it kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from kronscope.paper import scaled
 from kronscope.runs import Run
-from tests.paper.killing import serve
 from tests.paper.looping import train
 
 SETTINGS = scaled("digits-resnet", steps=30, batch=32, measure_at=[0, 7, 20, 30], seed=3)
@@ -55,7 +54,3 @@ def work(folder: Path) -> None:
 
         train(SETTINGS, dataset, run=run, on_start=start, on_measure=measure, checkpoint_seconds=0.0)
         run.finish()
-
-
-if __name__ == "__main__":
-    serve(work, lambda: SETTINGS.build_model(SETTINGS.load_data()))

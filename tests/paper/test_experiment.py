@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from kronscope.paper.data import Dataset
 from kronscope.paper.models import logits
 from kronscope.paper.training import Event
 from kronscope.runs import Run
+from tests.paper import killable_experiment
 from tests.paper.killing import Killer
 
 
@@ -117,15 +116,10 @@ def test_a_measurement_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.fixture
-def killer() -> Iterator[Killer]:
-    process = Killer("tests.paper.killable_experiment")
-    try:
-        yield process
-    finally:
-        process.close()
+def killer() -> Killer:
+    return Killer(killable_experiment.work)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills processes")
 @pytest.mark.parametrize("wanted", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_ends_with_the_same_results(tmp_path: Path, killer: Killer, wanted: int) -> None:
     killer.run_both(tmp_path / "undisturbed", tmp_path / "killed", wanted)

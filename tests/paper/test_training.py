@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from kronscope.errors import NonFiniteError
 from kronscope.paper import Settings, scaled
 from kronscope.paper.data import Dataset
 from kronscope.runs import Run
+from tests.paper import killable
 from tests.paper.killing import Killer
 from tests.paper.looping import train
 
@@ -182,15 +181,10 @@ def test_hooks_attached_at_the_start_see_every_step_once_over_a_resume(tmp_path)
 
 
 @pytest.fixture
-def killer() -> Iterator[Killer]:
-    process = Killer("tests.paper.killable")
-    try:
-        yield process
-    finally:
-        process.close()
+def killer() -> Killer:
+    return Killer(killable.work)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and kills processes")
 def test_a_run_killed_at_ten_random_moments_ends_with_the_same_files(tmp_path, killer):
     killer.run_both(tmp_path / "undisturbed", tmp_path / "killed", 10)
     undisturbed, killed = Run.open(tmp_path / "undisturbed"), Run.open(tmp_path / "killed")

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 
 import kronscope as ks
+from kronscope import figures
 from kronscope.errors import RunError
 from kronscope.runs import Run
 from kronscope.runs.measurement import run_measurement
+from tests.forked import forked
 
 _RESULTS = ks.Results([ks.measures.Row("fc.weight", 3, 4, 0, "gauss_newton", "exact", 1, "shampoo2", 0.9)])
 _FILES = {"results.json", "figure.png", "figure.pdf", "report.html"}
-_KILLED = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)  # as in the tests: a run that goes on under another number says so
-from kronscope import figures
-from kronscope.measures import Results
-from kronscope.runs.measurement import run_measurement
-from tests.runs.test_measurement import _RESULTS
 
-def kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[2] == "drawing":
-    figures.cosines = kill
-run_measurement(sys.argv[1], {"model": "a:b"}, kill if sys.argv[2] == "measuring" else lambda: _RESULTS)
-"""
+def _killed(pipe: object, folder: Path, while_: str) -> None:
+    def kill(*_: object) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("not killed")
+
+    with mock.patch.object(figures, "cosines", kill):
+        run_measurement(folder, {"model": "a:b"}, kill if while_ == "measuring" else lambda: _RESULTS)
 
 
 def _names(folder: Path) -> set[str]:
@@ -101,9 +96,9 @@ def test_results_are_kept_when_the_picture_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("while_", ["measuring", "drawing"])
 def test_a_killed_measurement_can_be_given_again(tmp_path: Path, while_: str) -> None:
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "out"), while_]
-    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
-    assert killed.returncode == -signal.SIGKILL
+    with forked(_killed, tmp_path / "out", while_) as (killed, _):
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
     (tmp_path / "out" / ".results.json.0123.tmp").write_text("half")
     with pytest.raises(RunError, match=r"model is 'a:b' there, 'c:d' was asked.*choose another folder"):
         run_measurement(tmp_path / "out", {"model": "c:d"}, _never)

@@ -20,6 +20,7 @@ from kronscope.errors import RunError
 from kronscope.runs import Run
 from kronscope.runs.contents import Records, environment, read_records
 from kronscope.support.locks import HeldError, lock_folder
+from tests.forked import forked
 
 _CONFIG = {"workload": "x", "steps": 3, "data": {"name": "y"}, "points": (1, 2)}
 
@@ -275,29 +276,24 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
     Run.open(tmp_path, resume=True).close()
 
 
-_HOLD = """
-import sys, time
-from pathlib import Path
-from kronscope.support.locks import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
+def _hold(pipe, folder):
+    lock = lock_folder(folder)
+    pipe.send("held")
+    pipe.recv()
+    lock.release()
 
 
 def test_a_killed_writer_leaves_no_stale_lock(tmp_path):
     before = multiprocessing.active_children()  # other tests may keep processes of their own
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        try:
-            assert other.stdout.readline() == "held\n"
-            with pytest.raises(HeldError, match=f"process {other.pid}"):
-                lock_folder(tmp_path)
-            with pytest.raises(RunError, match=rf"written by another process \(process {other.pid}\)"):
-                Run.create(tmp_path, _CONFIG)
-        finally:
-            other.send_signal(signal.SIGKILL)
-        other.wait()
+    with forked(_hold, tmp_path) as (other, pipe):
+        assert pipe.recv() == "held"
+        with pytest.raises(HeldError, match=f"process {other.pid}"):
+            lock_folder(tmp_path)
+        with pytest.raises(RunError, match=rf"written by another process \(process {other.pid}\)"):
+            Run.create(tmp_path, _CONFIG)
+        other.kill()
+        other.join()
+        assert other.exitcode == -signal.SIGKILL
     lock = lock_folder(tmp_path)
     lock.release()
     lock.release()
@@ -335,23 +331,23 @@ def test_a_finished_run_is_not_reopened_where_that_is_not_wanted(tmp_path):
         Run.start(tmp_path, _CONFIG, resume=True, reopen=False)
 
 
+def _log(pipe, folder):
+    run = Run.create(folder, {})
+    run.log(1, loss=0.5)
+    pipe.send("logged")
+    pipe.recv()
+    run.log(2, loss=0.25)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_lines_can_be_read_while_they_are_written_and_survive_a_kill(tmp_path):
     """From another process, before the writer closes or flushes anything."""
-    code = (
-        "import os, signal, sys\nfrom kronscope.runs import Run\nrun = Run.create(sys.argv[1], {})\n"
-        "run.log(1, loss=0.5)\nprint('logged', flush=True)\nsys.stdin.readline()\n"
-        "run.log(2, loss=0.25)\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdin is not None
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "logged\n"
+    with forked(_log, tmp_path) as (writer, pipe):
+        assert pipe.recv() == "logged"
         assert _steps(Run.open(tmp_path)) == [1]
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-        assert writer.wait() == -signal.SIGKILL
+        pipe.send("go on")
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
     assert _steps(Run.open(tmp_path)) == [1, 2]
 
 

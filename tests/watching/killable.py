@@ -1,4 +1,4 @@
-"""Trains and watches in folders that the test names, in children that it kills."""
+"""A watched run in a folder that a test names, in processes that it kills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 import kronscope as ks
 from kronscope.support.files import write_atomically
-from tests.paper.killing import serve
 from tests.watching.running import LOSS, OPTIMIZERS, bits, network, points, train
 
 STEPS, EVERY, SAVED = 120, 3, 10
@@ -41,7 +40,3 @@ def work(folder: Path) -> None:
                 }
                 write_atomically(checkpoint, lambda file, state=state: torch.save(state, file))  # type: ignore[misc]
     (folder / "done.json").write_text("{}")
-
-
-if __name__ == "__main__":
-    serve(work, network)

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kronscope.errors import RunError
 from kronscope.watching import WatchRecords
 from kronscope.watching.server import LiveServer
 from tests.paper.killing import Killer
+from tests.watching import killable
 from tests.watching.killable import EVERY, STEPS
 
 pytestmark = pytest.mark.slow
@@ -26,10 +26,8 @@ KILLS = 5
 
 
 @pytest.fixture
-def killer() -> Iterator[Killer]:
-    found = Killer("tests.watching.killable")
-    yield found
-    found.close()
+def killer() -> Killer:
+    return Killer(killable.work)
 
 
 def steps(records: WatchRecords) -> list[int]:

@@ -47,6 +47,8 @@ def require_matplotlib() -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
+
+    >>> require_matplotlib()  # it is installed: nothing happens
     """
     try:
         import matplotlib.backends.backend_agg

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import sys
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from tests.forked import forking
 
 TIMEOUT = 60.0
 
@@ -51,7 +52,7 @@ class Pool:
     """Processes that wait for work."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(size)]
         self._processes = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
 import random
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from kronscope.errors import DistributedError, StateError
 from kronscope.optim import Shampoo
 from kronscope.optim.parallel import replicated, shared_roots
+from tests.forked import forking
 from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import parameters
@@ -83,7 +83,7 @@ def test_a_killed_process_is_an_error_on_the_others_and_a_restart_ends_where_the
     pool: Pool, tmp_path: Path
 ) -> None:
     rank, step = random.Random(0).choice([(r, s) for r in range(SIZE) for s in range(EVERY, STEPS)])
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     arguments = ("fsdp2", str(tmp_path), (rank, step), list(sys.path))
     processes = [context.Process(target=mortal, args=(r, *arguments)) for r in range(SIZE)]
     for process in processes:
