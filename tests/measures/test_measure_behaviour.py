@@ -20,6 +20,7 @@ from tests.measures.small import SHAMPOOS, assert_same, cosines_of, measure, mlp
 COLUMNS = [
     *("layer", "rows", "cols", "step", "truth", "labels", "batch_size", "approximation"),
     *("cosine", "stderr", "relative_error", "samples", "seconds"),
+    *("trace", "norm", "effective_rank"),
 ]
 
 

@@ -221,9 +221,19 @@ def test_a_file_round_trip(tmp_path: Path) -> None:
     assert path == tmp_path / "new" / "run.json"
     assert Results.load(path) == Results.load(str(path)) == results
     head = json.loads(path.read_text())
-    assert (head["format"], head["schema_version"], head["partial"]) == ("kronscope-results", 2, True)
+    assert (head["format"], head["schema_version"], head["partial"]) == ("kronscope-results", 3, True)
     assert None in [row["cosine"] for row in head["rows"]]
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_older_versions_are_read(version: int) -> None:
+    results = synthetic.one_step(1)
+    data = json.loads(schema.dumps(results))
+    data["schema_version"] = version
+    newer = {"trace", "norm", "effective_rank", "leading_eigenvalue"} | ({"options"} if version == 1 else set())
+    data["rows"] = [{name: value for name, value in row.items() if name not in newer} for row in data["rows"]]
+    assert schema.loads(json.dumps(data)) == results
 
 
 def test_one_row_is_one_line(tmp_path: Path) -> None:
@@ -246,7 +256,7 @@ def damaged(change: dict[str, Any]) -> str:
         ('{"a": 1,}', "is not JSON"),
         ("[1, 2]", 'expected .*"format": "kronscope-results".* holds other JSON'),
         ('{"format": "other"}', "holds other JSON"),
-        (damaged({"schema_version": 3}), "newer kronscope: its schema_version is 3.*pip install --upgrade"),
+        (damaged({"schema_version": 4}), "newer kronscope: its schema_version is 4.*pip install --upgrade"),
         (damaged({"schema_version": "x"}), "no valid schema_version"),
         (damaged({"settings": None}), "'settings' is missing or no dict"),
         (damaged({"row": {"cosine": "gone"}}), "row 1 of .* missing or unknown entries cosine"),

@@ -36,6 +36,7 @@ def command(
     detail: Annotated[list[str] | None, typer.Option(help="spectrum, exponents, batch_sizes.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of drawn labels and probes.")] = 0,
     step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
+    leading_eigenvalue: Annotated[bool, typer.Option(help="Find the largest eigenvalue of each matrix.")] = False,
     memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
@@ -54,6 +55,7 @@ def command(
             draws=draws,
             population=population,
             memory_budget=memory_budget,
+            leading_eigenvalue=leading_eigenvalue,
         )
         network = load_model(model, checkpoint)
         found = load_data(data, network, lambda line: say(console, line))

@@ -8,10 +8,21 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from kronscope.gradients.atoms import Atoms, FactoredAtoms
+from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 
-__all__ = ["FORMED", "ChunksFrom", "bounded", "chunks_from", "formed", "own_gram", "rotated_squares", "split"]
+__all__ = [
+    "FORMED",
+    "ChunksFrom",
+    "bounded",
+    "chunks_from",
+    "combined",
+    "formed",
+    "own_gram",
+    "products",
+    "rotated_squares",
+    "split",
+]
 
 # Bytes that the float64 copy of a part of a chunk may take.
 _WORK_BYTES = 128 << 20
@@ -113,3 +124,34 @@ def rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> 
         grads = grads if left is None else left.T @ grads
     weighted: Tensor = torch.tensordot(atoms.weights, grads.square().sum(1), 1)
     return weighted
+
+
+def products(atoms: Atoms, vectors: Tensor) -> Tensor:
+    r"""Return :math:`\sum_i w_i \sum_c \langle G_{ic}, V\rangle G_{ic}` for each of several V (v, m, n)."""
+    if isinstance(atoms, DenseAtoms):
+        forms = (vectors.flatten(1) @ atoms.grads.flatten(2).flatten(0, 1).T).view(len(vectors), *atoms.grads.shape[:2])
+        return combined(atoms, forms * atoms.weights[:, None])
+    rows, cols = atoms.row_factors, atoms.col_factors
+    # ⟨BᵀA, V⟩ = ⟨B, A Vᵀ⟩ = ⟨A, B V⟩: the side that all columns share comes first
+    if cols.shape[1] == 1:
+        forms = torch.einsum("kctm,vktm->vkc", rows, cols.squeeze(1) @ vectors.mT.unsqueeze(1))
+    elif rows.shape[1] == 1:
+        forms = torch.einsum("kctn,vktn->vkc", cols, rows.squeeze(1) @ vectors.unsqueeze(1))
+    else:
+        forms = torch.einsum("kctm,vkctm->vkc", rows, cols @ vectors.mT[:, None, None])
+    return combined(atoms, forms * atoms.weights[:, None])
+
+
+def combined(atoms: Atoms, weights: Tensor) -> Tensor:
+    r"""Return :math:`\sum_{ic} x_{ic} G_{ic}` for each of several tables x (v, k, c) of numbers."""
+    if isinstance(atoms, DenseAtoms):
+        return (weights.flatten(1) @ atoms.grads.flatten(2).flatten(0, 1)).view(len(weights), *atoms.shape)
+    rows, cols = atoms.row_factors, atoms.col_factors
+    # the columns are added up before they meet the side that they share
+    if cols.shape[1] == 1:
+        summed = torch.einsum("vkc,kctm->vktm", weights, rows)
+        return summed.flatten(1, 2).mT @ cols.flatten(0, 2)
+    if rows.shape[1] == 1:
+        summed = torch.einsum("vkc,kctn->vktn", weights, cols)
+        return rows.flatten(0, 2).T @ summed.flatten(1, 2)
+    return (weights[..., None, None] * rows).flatten(1, 3).mT @ cols.flatten(0, 2)

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 
 from kronscope.curvature.chunk_pairs import over_pairs
-from kronscope.curvature.chunks import FORMED, bounded, chunks_from, formed, own_gram, rotated_squares
+from kronscope.curvature.chunks import (
+    FORMED,
+    bounded,
+    chunks_from,
+    combined,
+    formed,
+    own_gram,
+    products,
+    rotated_squares,
+)
 from kronscope.curvature.columns import all_column_pairs, column_forms
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
+from kronscope.curvature.leading import TOLERANCE, largest_eigenvalue
 from kronscope.curvature.middles import Middles
 from kronscope.curvature.pairs import assembled_kernels, pair_squares, safe_in_float32
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
@@ -208,15 +218,44 @@ class SecondMoment:
         r"""Return H times a vector, both as matrices: :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
         if V.shape[-2:] != self.shape:
             raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
-        flat = V.reshape(-1, self.shape[0] * self.shape[1]).double()
+        vectors = V.reshape(-1, *self.shape).double()
 
         def local() -> Tensor:
-            out = torch.zeros_like(flat)
-            for grads, weights in self._flat():
-                out += ((flat @ grads.T) * weights) @ grads
+            out = torch.zeros_like(vectors)
+            for atoms in self._chunks():
+                for part in bounded(atoms):
+                    out += products(part.wide(), vectors.to(part.weights.device)).to(out)
             return out
 
-        return self._summed(local, flat.shape).view(V.shape)
+        return self._summed(local, vectors.shape).view(V.shape)
+
+    def leading_eigenvalue(self, tolerance: float = TOLERANCE) -> float:
+        """Return the largest eigenvalue, by Lanczos' method.
+
+        Each product with H is a pass over the gradients; some ten are usual.
+
+        Args:
+            tolerance: The relative error to stop at.
+
+        Raises:
+            ConvergenceError: it takes more than 200 passes.
+        """
+
+        def start() -> Tensor:
+            # gradients added up with random signs have most of the directions that H is largest in
+            out = torch.zeros(self.shape, dtype=torch.float64)
+            for atoms in self._chunks():
+                for part in bounded(atoms):
+                    generator = torch.Generator().manual_seed(int(part.samples[0]))
+                    signs = torch.randn(len(part.weights), part.columns, generator=generator, dtype=torch.float64)
+                    signs = signs.to(part.weights.device) * part.weights.sqrt()[:, None]
+                    out += combined(part.wide(), signs.unsqueeze(0))[0].to(out)
+            return out
+
+        def compute() -> float:
+            return largest_eigenvalue(self.matvec, self._summed(start, self.shape), tolerance)
+
+        return self._once(("leading eigenvalue", tolerance), compute)
 
     def mean(self) -> Tensor:
         r"""Return the mean gradient :math:`\bar G = \sum_i w_i G_i` (m, n); label draws are averaged."""

@@ -15,6 +15,7 @@ from kronscope.gradients.stream import GradientStream
 from kronscope.measures.batches import FitBatches
 from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.estimates import RandomColumns, checked
+from kronscope.measures.facts import MatrixFacts, matrix_facts, why_no_eigenvalue
 from kronscope.measures.operators import Given
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
@@ -51,6 +52,7 @@ class LayerStreams:
         whole_square: For a thinned history, see :class:`Resampler`.
         spare: Other label draws of the samples that are fitted on, where the draws are too few to leave some out.
         batches: The batches that a fit is the expectation over.
+        eigenvalue: Whether the largest eigenvalue of the truth is wanted.
     """
 
     truth: GradientStream
@@ -60,6 +62,7 @@ class LayerStreams:
     whole_square: float = 0.0
     spare: GradientStream | None = None
     batches: FitBatches = field(default_factory=FitBatches)
+    eigenvalue: bool = False
 
 
 def layer_rows(
@@ -107,8 +110,9 @@ def layer_rows(
             return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
         return _resampled(resampler, approximation, streams.batches)
 
+    started = time.perf_counter()
+    facts = _facts(streams, truth, resampler, probes)
     for approximation in approximations:
-        started = time.perf_counter()
         stream = batched if approximation.uses_batches else streams.fitted
         if approximation.fits_truth:
             stream = streams.truth
@@ -135,7 +139,27 @@ def layer_rows(
             seconds=time.perf_counter() - started,
             note="; ".join(filter(None, [*notes, found.note])),
             options=", ".join(filter(None, options)),
+            trace=facts.trace,
+            norm=facts.norm,
+            effective_rank=facts.effective_rank,
+            leading_eigenvalue=facts.leading_eigenvalue,
         )
+        started = time.perf_counter()
+
+
+def _facts(
+    streams: LayerStreams,
+    truth: SecondMoment,
+    resampler: Resampler | OtherDraws | RandomColumns | None,
+    probes: Probes | None,
+) -> MatrixFacts:
+    """What rows say of the matrix; its norm is not computed for probes, and not known from few steps of a run."""
+    if probes is not None or (streams.whole_square and resampler is None):
+        return MatrixFacts(truth.trace(), math.nan)
+    sampled = isinstance(resampler, Resampler) and not resampler.fixed_truth
+    norm = resampler.norm if isinstance(resampler, Resampler) and sampled else None
+    wanted = streams.eigenvalue and not why_no_eigenvalue(streams.truth, population=sampled)
+    return matrix_facts(streams.truth, norm, eigenvalue=wanted)
 
 
 def _probed(probes: Probes, streams: LayerStreams, approximation: Approximation, stream: GradientStream) -> Estimate:

@@ -51,6 +51,7 @@ def measure(
     replacement: bool = True,
     backend: str = "auto",
     operators: Mapping[str, OperatorSource] | None = None,
+    leading_eigenvalue: bool = False,
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> Results:
@@ -101,6 +102,8 @@ def measure(
         operators: Operators to measure beside the fits, by the name their rows shall have. Each is an optimizer, whose
             current preconditioners are taken (for torch's optimizers their second moments), or a dictionary from layers
             to operators.
+        leading_eigenvalue: Find the largest eigenvalue of each layer's truth, too, to a relative error of 1e-4. That
+            takes some ten to a hundred passes over the gradients, and is NaN where the truth is estimated.
         verbose: Print to standard error how the gradients of each layer are captured and contracted.
         distributed: With torch.distributed initialised, every process calls this with its own part of the data, and all
             get the answer for the whole. None finds out whether it is, False measures this process alone, and a process
@@ -147,6 +150,7 @@ def measure(
             replacement=replacement,
             backend=backend,
             operators={} if operators is None else operators,
+            leading_eigenvalue=leading_eigenvalue,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)[0]
 
@@ -172,6 +176,7 @@ def measure_fits(
     max_columns: int | None = None,
     replacement: bool = True,
     backend: str = "auto",
+    leading_eigenvalue: bool = False,
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> tuple[Results, ...]:
@@ -200,6 +205,7 @@ def measure_fits(
         max_columns: Estimate the truth beyond so many backward passes per sample.
         replacement: Whether the samples of a batch are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` or ``"func"``.
+        leading_eigenvalue: Find the largest eigenvalue of each layer's truth, too.
         verbose: Print how each layer is captured and contracted.
         distributed: Whether the data is spread over processes.
 
@@ -237,6 +243,7 @@ def measure_fits(
             max_columns=max_columns,
             replacement=replacement,
             backend=backend,
+            leading_eigenvalue=leading_eigenvalue,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)
 

@@ -26,6 +26,7 @@ from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, Truth
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
 from kronscope.measures.estimated_curves import estimated_batch_sizes, estimated_exponents
 from kronscope.measures.estimates import RandomColumns
+from kronscope.measures.facts import why_no_eigenvalue
 from kronscope.measures.fits import Fit
 from kronscope.measures.layer import Condition, LayerStreams, estimated_cosine, layer_rows
 from kronscope.measures.operators import Given, given_operators
@@ -320,6 +321,9 @@ class Measurement:
         self.facts.setdefault("contraction", {})[name] = form
         self.tell(f"{name}: {form}\n")
         bar.say(f"measuring {name}")
+        if self.options.leading_eigenvalue:
+            reason = why_no_eigenvalue(truth, population=self.options.population)
+            self.facts.setdefault("leading eigenvalue", {})[name] = f"left out: {reason}" if reason else "to 1e-4"
         note = f"truth from {columns.fixed} exact and {columns.draws} random columns" if columns.mixed else ""
         for record in self.fits:
             made_of = self.columns.of(record.fit)
@@ -330,6 +334,7 @@ class Measurement:
                 note,
                 spare=None if made_of.spare is None else captured[made_of.spare],
                 batches=made_of.batches,
+                eigenvalue=self.options.leading_eigenvalue,
             )
             condition = self._condition(name, made_of.labels, record.fit.batch_size, truth)
             self._measure_fit(streams, condition, record, bar)

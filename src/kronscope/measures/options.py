@@ -57,6 +57,7 @@ class MeasureOptions:
     replacement: bool = True
     backend: str = "auto"
     operators: Mapping[str, OperatorSource] = field(default_factory=dict)
+    leading_eigenvalue: bool = False
 
     def __post_init__(self) -> None:
         """Check the values, and make whole numbers of other libraries ints."""

@@ -102,6 +102,11 @@ class Resampler:
         self._whole = (truth, fitted) if by == "draws" else self._without(-1)
         self._replicates = [self._without(group) for group in range(self.count)]
 
+    @property
+    def norm(self) -> float:
+        """The norm of the matrix that is estimated, at the scale of the truth's weights."""
+        return self._norms[0] * self.truth.total_weight()
+
     def on_truth(self) -> Resampler:
         """Return a resampler for approximations that are fitted on the truth itself."""
         return self if self.fitted is self.truth else Resampler(self.truth, self.truth, self.by)

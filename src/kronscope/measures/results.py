@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kronscope.errors import OptionError, ResultsError
-from kronscope.measures.rows import COLUMNS, Detail, Row
+from kronscope.measures.rows import COLUMNS, MATRIX_COLUMNS, Detail, Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,6 +205,9 @@ class Results:
     def to_pandas(self) -> pd.DataFrame:
         """Return the rows as a data frame, with a column ``options`` if any row has some.
 
+        The last columns are of the matrix itself, where it was looked at: ``trace``, ``norm``, ``effective_rank`` and
+        ``leading_eigenvalue``.
+
         Returns:
             One line per row.
 
@@ -214,7 +217,8 @@ class Results:
         """
         import pandas as pd
 
-        names = (*COLUMNS, "options") if any(row.options for row in self.rows) else COLUMNS
+        names: tuple[str, ...] = (*COLUMNS, "options") if any(row.options for row in self.rows) else COLUMNS
+        names += tuple(name for name in MATRIX_COLUMNS if any(not math.isnan(getattr(row, name)) for row in self.rows))
         return pd.DataFrame({name: [getattr(row, name) for row in self.rows] for name in names})
 
     def save(self, path: str | os.PathLike[str]) -> Path:

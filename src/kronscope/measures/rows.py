@@ -11,7 +11,17 @@ from typing import Any
 
 from kronscope.approx import Approximation, options_of
 
-__all__ = ["COLUMNS", "Detail", "Row", "curve_names", "since", "stderr_of", "variant_name", "variants"]
+__all__ = [
+    "COLUMNS",
+    "MATRIX_COLUMNS",
+    "Detail",
+    "Row",
+    "curve_names",
+    "since",
+    "stderr_of",
+    "variant_name",
+    "variants",
+]
 
 COLUMNS = (
     "layer",
@@ -28,8 +38,10 @@ COLUMNS = (
     "samples",
     "seconds",
 )
+# Of the matrix that the cosine is taken with; the same in all rows of a layer.
+MATRIX_COLUMNS = ("trace", "norm", "effective_rank", "leading_eigenvalue")
 _INTEGERS = ("rows", "cols", "step", "batch_size", "samples")
-_FLOATS = ("cosine", "stderr", "relative_error", "seconds")
+_FLOATS = ("cosine", "stderr", "relative_error", "seconds", *MATRIX_COLUMNS)
 
 
 def since(version: int, default: Any) -> Any:
@@ -75,6 +87,10 @@ class Row:
         note: What a reader must know, such as why the cosine is NaN.
         options: How the fit differs from the usual one of that name, such as ``exponent=0.75``; also
             ``replacement=False`` for batches drawn without replacement, where that makes a difference.
+        trace: The trace of the truth H.
+        norm: Its Frobenius norm, as the answer asked for has it: of these samples, or of the population.
+        effective_rank: (tr H)² / ‖H‖², over about how many directions H is spread.
+        leading_eigenvalue: The largest eigenvalue of H, where it was asked for and can be had; else NaN.
 
     Infinite numbers are kept as NaN. Two rows are equal when all their entries are, NaN being equal to NaN.
 
@@ -97,6 +113,10 @@ class Row:
     seconds: float = math.nan
     note: str = ""
     options: str = since(2, "")
+    trace: float = since(3, math.nan)
+    norm: float = since(3, math.nan)
+    effective_rank: float = since(3, math.nan)
+    leading_eigenvalue: float = since(3, math.nan)
 
     def __post_init__(self) -> None:
         for name in _INTEGERS:

@@ -41,6 +41,19 @@ const COLUMNS = [
     value: (row) => row.seconds,
     text: (row) => decimal(row.seconds, 2),
   },
+  ...[
+    ["trace", "tr H"],
+    ["norm", "‖H‖"],
+    ["effective_rank", "eff. rank"],
+    ["leading_eigenvalue", "λ₁"],
+  ].map(([key, title]) => ({
+    key,
+    title,
+    number: true,
+    value: (row) => row[key],
+    text: (row) => (isNumber(row[key]) ? row[key].toPrecision(4) : "–"),
+    hidden: !ROWS.some((row) => isNumber(row[key])),
+  })),
 ].filter((column) => !column.hidden);
 
 // A column that says the same everywhere takes room from the others: it is said once, above the table.
