@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format pytest test-integrations test-oldest test-newest crosscheck docs dist bench clean
+.PHONY: help install demo test lint format pytest test-integrations test-oldest test-newest crosscheck docs dist pins check-pins soak bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,7 @@ dist: $(VENV)/.installed-dist  ## wheel and sdist in dist/, checked, installed i
 	@echo "== building"
 	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	@$(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python tests/contents.py dist
 	@echo "== installing the wheel into an empty environment"
 	@$(PYTHON) -m venv $(DISTVENV)
 	@$(DISTVENV)/bin/python -m pip install -qq -c constraints.txt "$$(ls $$PWD/dist/*.whl)[all]"
@@ -141,6 +142,13 @@ dist: $(VENV)/.installed-dist  ## wheel and sdist in dist/, checked, installed i
 	@rm -rf $(DISTVENV)
 	@ls -l dist
 
+pins: $(BIN)/python  ## constraints-hashed.txt from constraints.txt and the package index
+	@$(BIN)/python tests/pins.py
+
+check-pins: $(BIN)/python  ## download what is pinned, for this machine, and compare hashes
+	@$(BIN)/python -m pip download -qq --require-hashes --no-deps -r constraints-hashed.txt -d build/pins
+	@echo "$$(ls build/pins | wc -l) files have the hashes of constraints-hashed.txt"
+
 crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and curvlinops
 	@$(PIP) --no-deps $(CROSSCHECK)
 	@$(BIN)/python -m pytest -m crosscheck $(ARGS)
@@ -148,6 +156,14 @@ crosscheck: $(VENV)/.installed-dev  ## only the comparisons with BackPACK and cu
 format: $(VENV)/.installed-dev  ## rewrite the sources in the project's format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# Runs that failed keep their output.
+RUNS ?= 20
+soak: $(VENV)/.installed-dev  ## the tests RUNS times in a row, counting flakes; ARGS selects
+	@mkdir -p build/soak; rm -f build/soak/*; failed=0; for run in $$(seq $(RUNS)); do \
+		if $(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) > build/soak/$$run.txt 2>&1; \
+		then rm build/soak/$$run.txt; else failed=$$((failed + 1)); grep -E '^(FAILED|ERROR)' build/soak/$$run.txt; fi; \
+		echo "run $$run of $(RUNS): $$failed failed so far"; done; test $$failed = 0
 
 bench: $(VENV)/.installed-dev  ## run the benchmark scripts
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kronscope
+from tests.contents import sdist_problems, wheel_problems
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,3 +76,31 @@ def test_the_build_backend_is_one_version() -> None:
     (wanted,) = pyproject()["build-system"]["requires"]
     assert re.fullmatch(r"hatchling==[\d.]+", wanted)
     assert wanted in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert wanted in pyproject()["project"]["optional-dependencies"]["dev"]
+    assert f"hatchling=={pins('constraints.txt')['hatchling']}" == wanted
+
+
+def test_the_pins_with_hashes_are_the_pins() -> None:
+    text = (ROOT / "constraints-hashed.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = [re.fullmatch(r"(\S+==[^\s;]+)\s*(;.*?)?((?:\s+--hash=sha256:[0-9a-f]{64})+)", line) for line in lines]
+    assert all(found)
+    hashed = [(one[1], (one[2] or "").strip()) for one in found if one is not None]
+    plain = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line.partition(";") for line in plain if line and not line.startswith(("#", "torch=="))]
+    assert hashed == [(name.strip(), f"{sign}{marker}".strip()) for name, sign, marker in pinned]
+
+
+def test_wheel_and_sdist_contain_the_sources_and_nothing_else(tmp_path: Path) -> None:
+    try:
+        from hatchling.builders.sdist import SdistBuilder
+        from hatchling.builders.wheel import WheelBuilder
+    except ImportError as error:
+        pytest.skip(f"the build backend cannot be imported ({error}); `make dist` checks what it builds")
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
+    assert wheel_problems(Path(wheel)) == []
+    assert sdist_problems(Path(sdist)) == []
+    with zipfile.ZipFile(wheel, "a") as opened:
+        opened.writestr("kronscope/left_over.txt", "")
+    assert wheel_problems(Path(wheel)) == [f"{Path(wheel).name} should not contain kronscope/left_over.txt"]

@@ -1,0 +1,69 @@
+"""What wheel and sdist contain: the sources, what the build backend adds, and nothing else.
+
+    python tests/contents.py dist
+
+`make dist` runs it on what was built; a test runs the same where the build backend is installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Made by the build backend.
+_DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+# Of no use outside of this repository.
+_NOT_IN_SDIST = {".ci/run"}
+
+
+def sources() -> set[str]:
+    """Files under version control; in an unpacked sdist, which has none, those that are there."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        # a file that is removed but not yet committed is not missed
+        return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+    found = (path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    names = (path.relative_to(ROOT).as_posix() for path in found)
+    return {name for name in names if not name.startswith((".venv", "build/", "dist/")) and name != "PKG-INFO"}
+
+
+def wheel_problems(wheel: Path) -> list[str]:
+    """Say what is missing in a wheel and what should not be there."""
+    stem = "-".join(wheel.name.split("-")[:2])
+    packages = ("src/kronscope/", "src/kronscope_command.py")
+    wanted = {name.removeprefix("src/") for name in sources() if name.startswith(packages)}
+    wanted |= {f"{stem}.dist-info/{name}" for name in _DIST_INFO}
+    with zipfile.ZipFile(wheel) as opened:
+        return _compared(wheel, set(opened.namelist()), wanted)
+
+
+def sdist_problems(sdist: Path) -> list[str]:
+    """Say what is missing in an sdist and what should not be there."""
+    stem = sdist.name.removesuffix(".tar.gz")
+    wanted = {f"{stem}/{name}" for name in (sources() - _NOT_IN_SDIST) | {"PKG-INFO"}}
+    with tarfile.open(sdist) as opened:
+        return _compared(sdist, {member.name for member in opened.getmembers() if member.isfile()}, wanted)
+
+
+def _compared(archive: Path, found: set[str], wanted: set[str]) -> list[str]:
+    lacks = [f"{archive.name} lacks {name}" for name in sorted(wanted - found)]
+    return lacks + [f"{archive.name} should not contain {name}" for name in sorted(found - wanted)]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    wheels, sdists = list(folder.glob("*.whl")), list(folder.glob("*.tar.gz"))
+    if len(wheels) != 1 or len(sdists) != 1:
+        sys.exit(f"{folder} should hold one wheel and one sdist, but holds {len(wheels)} and {len(sdists)}")
+    problems = wheel_problems(wheels[0]) + sdist_problems(sdists[0])
+    if problems:
+        sys.exit("\n".join(problems))
+    sys.stdout.write(f"{wheels[0].name} and {sdists[0].name} contain the sources and nothing else\n")
+
+
+if __name__ == "__main__":
+    main()
