@@ -20,10 +20,11 @@ _DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICEN
 _NOT_IN_SDIST = {".ci/run"}
 
 
-def sources() -> set[str]:
-    """Files under version control; in an unpacked sdist, which has none, those that are there."""
+def sources(untracked: bool) -> set[str]:
+    """Files under version control, and on request those to come; in an unpacked sdist those that are there."""
     if (ROOT / ".git").exists():
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        command = ["git", "ls-files", "-z", "--cached", *(["--others", "--exclude-standard"] if untracked else [])]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         # a file that is removed but not yet committed is not missed
         return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
     found = (path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -31,20 +32,20 @@ def sources() -> set[str]:
     return {name for name in names if not name.startswith((".venv", "build/", "dist/")) and name != "PKG-INFO"}
 
 
-def wheel_problems(wheel: Path) -> list[str]:
+def wheel_problems(wheel: Path, *, untracked: bool = False) -> list[str]:
     """Say what is missing in a wheel and what should not be there."""
     stem = "-".join(wheel.name.split("-")[:2])
     packages = ("src/kronscope/", "src/kronscope_command.py")
-    wanted = {name.removeprefix("src/") for name in sources() if name.startswith(packages)}
+    wanted = {name.removeprefix("src/") for name in sources(untracked) if name.startswith(packages)}
     wanted |= {f"{stem}.dist-info/{name}" for name in _DIST_INFO}
     with zipfile.ZipFile(wheel) as opened:
         return _compared(wheel, set(opened.namelist()), wanted)
 
 
-def sdist_problems(sdist: Path) -> list[str]:
+def sdist_problems(sdist: Path, *, untracked: bool = False) -> list[str]:
     """Say what is missing in an sdist and what should not be there."""
     stem = sdist.name.removesuffix(".tar.gz")
-    wanted = {f"{stem}/{name}" for name in (sources() - _NOT_IN_SDIST) | {"PKG-INFO"}}
+    wanted = {f"{stem}/{name}" for name in (sources(untracked) - _NOT_IN_SDIST) | {"PKG-INFO"}}
     with tarfile.open(sdist) as opened:
         return _compared(sdist, {member.name for member in opened.getmembers() if member.isfile()}, wanted)
 
