@@ -37,6 +37,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of drawn labels and probes.")] = 0,
     step: Annotated[int, typer.Option(help="Training step to write into the results.")] = 0,
     leading_eigenvalue: Annotated[bool, typer.Option(help="Find the largest eigenvalue of each matrix.")] = False,
+    whole_model: Annotated[bool, typer.Option(help="Tell what the layers are to all of them together.")] = False,
     memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
@@ -56,6 +57,7 @@ def command(
             population=population,
             memory_budget=memory_budget,
             leading_eigenvalue=leading_eigenvalue,
+            whole_model=whole_model,
         )
         network = load_model(model, checkpoint)
         found = load_data(data, network, lambda line: say(console, line))

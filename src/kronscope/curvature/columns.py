@@ -12,7 +12,7 @@ from kronscope.curvature.chunks import chunks_from
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 
-__all__ = ["PairSums", "all_column_pairs", "column_forms", "column_pair_sums"]
+__all__ = ["PairSums", "all_column_pairs", "column_forms", "column_pair_sums", "inner_products"]
 
 # Entries of the largest intermediate of one tile (doubles: 128 MB).
 _TILE_ENTRIES = 16 << 20
@@ -73,7 +73,7 @@ def column_pair_sums(first: Atoms, second: Atoms, *, same: bool = False, narrow:
     for at in _cuts(first, width):
         for to in _cuts(second, width):
             one, two = first.part(at.start, at.stop), second.part(to.start, to.stop)
-            squares = _inner_products(one, two, narrow).double().square_()  # (k, c, j, d)
+            squares = inner_products(one, two, narrow).double().square_()  # (k, c, j, d)
             rows[at] += torch.einsum("kcjd,j->kc", squares, two.weights)
             cols[to] += torch.einsum("kcjd,k->jd", squares, one.weights)
             if same and at == to:
@@ -116,7 +116,7 @@ def _cuts(atoms: Atoms, width: int) -> list[slice]:
     return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
-def _inner_products(first: Atoms, second: Atoms, narrow: bool) -> Tensor:
+def inner_products(first: Atoms, second: Atoms, narrow: bool) -> Tensor:
     """Inner products (k, c, j, d) between all columns of two chunks."""
     shape = (len(first.weights), first.columns, len(second.weights), second.columns)
     if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):

@@ -13,6 +13,7 @@ from kronscope.measures.resampling import Estimate, Resampler
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
 from kronscope.measures.steps import StepQuality, step_quality
+from kronscope.measures.whole import WholeModel
 
 __all__ = [
     "Detail",
@@ -23,6 +24,7 @@ __all__ = [
     "Results",
     "Row",
     "StepQuality",
+    "WholeModel",
     "batch_size_curve",
     "batch_stream",
     "cosine",

@@ -52,6 +52,7 @@ def measure(
     backend: str = "auto",
     operators: Mapping[str, OperatorSource] | None = None,
     leading_eigenvalue: bool = False,
+    whole_model: bool = False,
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> Results:
@@ -104,6 +105,9 @@ def measure(
             to operators.
         leading_eigenvalue: Find the largest eigenvalue of each layer's truth, too, to a relative error of 1e-4. That
             takes some ten to a hundred passes over the gradients, and is NaN where the truth is estimated.
+        whole_model: Tell also what the layers are to the matrix of all of them together: each layer's share of its
+            norm, the share between layers, and the cosine of the block-diagonal approximation; see
+            :meth:`Results.whole_model`. Needs exact answers, and all gradients in memory at once.
         verbose: Print to standard error how the gradients of each layer are captured and contracted.
         distributed: With torch.distributed initialised, every process calls this with its own part of the data, and all
             get the answer for the whole. None finds out whether it is, False measures this process alone, and a process
@@ -151,6 +155,7 @@ def measure(
             backend=backend,
             operators={} if operators is None else operators,
             leading_eigenvalue=leading_eigenvalue,
+            whole_model=whole_model,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)[0]
 
@@ -177,6 +182,7 @@ def measure_fits(
     replacement: bool = True,
     backend: str = "auto",
     leading_eigenvalue: bool = False,
+    whole_model: bool = False,
     verbose: bool = False,
     distributed: bool | ProcessGroup | None = None,
 ) -> tuple[Results, ...]:
@@ -206,6 +212,7 @@ def measure_fits(
         replacement: Whether the samples of a batch are drawn with replacement.
         backend: ``"auto"``, ``"hooks"`` or ``"func"``.
         leading_eigenvalue: Find the largest eigenvalue of each layer's truth, too.
+        whole_model: Tell what the layers are to the matrix of all of them, too.
         verbose: Print how each layer is captured and contracted.
         distributed: Whether the data is spread over processes.
 
@@ -244,6 +251,7 @@ def measure_fits(
             replacement=replacement,
             backend=backend,
             leading_eigenvalue=leading_eigenvalue,
+            whole_model=whole_model,
         )
     return run(model, loss, data, options, processes, progress=progress, verbose=verbose)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from kronscope.approx import Approximation, get
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.whole import block_squares
 from kronscope.errors import LayerError, MemoryBudgetError, ModelError, OptionError
 from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_layers
 from kronscope.gradients.guard import RandomStates, generators_of
@@ -36,6 +37,7 @@ from kronscope.measures.processes import common_budget, same_model
 from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
+from kronscope.measures.whole import ALL_LAYERS, WHOLE_MODEL, WholeModel, check_disjoint
 from kronscope.support.callers import callers_level
 from kronscope.support.processes import Processes
 from kronscope.support.texts import printable
@@ -230,6 +232,26 @@ class Measurement:
             self._say([f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"])
         self.choice = TruthColumns(self.options, recorder, parameters)
         self.columns = CallColumns(self.options, self.choice.first())
+        if self.options.whole_model:
+            self._check_whole(recorder)
+
+    def _check_whole(self, recorder: Recorder) -> None:
+        """Refuse before the work what the whole model's answer cannot be had of."""
+        check_disjoint(recorder.specs)
+        if recorder.processes.world_size > 1:
+            raise OptionError("whole_model=True is for one process; measure with distributed=False.")
+        truth = self.columns.truth
+        if truth.mixed:
+            raise OptionError(
+                f"whole_model=True needs exact labels, but {recorder.exact_columns} columns per sample are too many; "
+                f"take fewer samples or max_columns={recorder.exact_columns}, or truth='empirical_fisher'."
+            )
+        size = 2 * recorder.num_samples * sum(plan.bytes for plan in truth.plan(recorder))
+        if size > self.budget:
+            raise MemoryBudgetError(
+                f"whole_model=True keeps the gradients of all layers, {size_text(size)} with room to work; raise "
+                f"memory_budget ({size_text(self.budget)}), or take fewer samples or layers."
+            )
 
     def _say(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -257,6 +279,22 @@ class Measurement:
             for name in self._measure_layers(recorder, pending.pop(columns), bar):
                 more = self.choice.enough(columns, self._worst(name), self.options.accuracy)
                 pending.setdefault(more, []).append(name)
+        if self.options.whole_model:
+            self._measure_whole(recorder, bar)
+
+    def _measure_whole(self, recorder: Recorder, bar: Bar) -> None:
+        """Compare the layers with the matrix of all of them together."""
+        names, truth = [spec.name for spec in recorder.specs], self.columns.truth
+        bar.begin("gradients of all layers", recorder.own_samples)
+        streams = truth.streams(recorder, names, cache=True)
+        bar.begin("the whole model", 1)
+        squares = block_squares([streams[name] for name in names]).tolist()
+        values = WholeModel(tuple(names), tuple(map(tuple, squares)), {}).detail_values()
+        for record in self.fits:
+            labels, size = self.columns.of(record.fit).labels, record.fit.batch_size
+            condition = self._condition(ALL_LAYERS, labels, size, streams[names[0]])
+            record.curves[ALL_LAYERS] = [condition.detail(WHOLE_MODEL, values)]
+        bar.step()
 
     def capture_one(self, recorder: Recorder, bar: Bar) -> GradientStream:
         """Capture the truth's atoms of a layer: exactly, or as well as an estimate can."""

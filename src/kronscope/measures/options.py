@@ -58,6 +58,7 @@ class MeasureOptions:
     backend: str = "auto"
     operators: Mapping[str, OperatorSource] = field(default_factory=dict)
     leading_eigenvalue: bool = False
+    whole_model: bool = False
 
     def __post_init__(self) -> None:
         """Check the values, and make whole numbers of other libraries ints."""
@@ -76,6 +77,8 @@ class MeasureOptions:
         check_operators(self.operators, names)
         if self.population and all(fit.probes(self.seed) is not None for fit in self.fits):
             raise OptionError("population=True needs the exact estimator; leave estimator at 'exact'.")
+        if self.whole_model and self.population:
+            raise OptionError("whole_model=True answers for the samples given; leave population at False.")
         accuracy: Any = self.accuracy
         if not isinstance(accuracy, int | float) or not accuracy > 0:
             raise OptionError(f"accuracy must be a positive number, got {accuracy!r}.")

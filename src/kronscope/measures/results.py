@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kronscope.errors import OptionError, ResultsError
 from kronscope.measures.rows import COLUMNS, MATRIX_COLUMNS, Detail, Row
+from kronscope.measures.whole import WHOLE_MODEL, WholeModel
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -201,6 +202,38 @@ class Results:
         details = {item.key: item for part in parts for item in part.details}
         settings = _merged_settings([part.settings for part in parts])
         return Results(rows.values(), details.values(), settings, any(part.partial for part in parts))
+
+    def whole_model(self) -> WholeModel:
+        """Return what the layers are to the matrix of all of them together.
+
+        Returns:
+            Each layer's share of the squared norm, the share between layers, and each approximation's cosine.
+
+        Raises:
+            ResultsError: it was not measured, or there are several: then select a step or a condition first.
+
+        >>> import torch, kronscope as ks
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        >>> data = [(torch.randn(16, 4), torch.randint(3, (16,)))]
+        >>> whole = ks.measure(model, torch.nn.CrossEntropyLoss(), data, whole_model=True).whole_model()
+        >>> round(sum(whole.shares.values()) + whole.cross_share, 6)
+        1.0
+        """
+        found = [item for item in self.details if item.kind == WHOLE_MODEL]
+        if not found:
+            raise ResultsError(
+                "These results say nothing of the whole model; measure with whole_model=True, and keep all layers."
+            )
+        if len(found) > 1:
+            texts = "; ".join(
+                f"step {item.step}, {item.labels} labels, batch size {item.batch_size}, {item.truth}"
+                for item in found[:5]
+            )
+            raise ResultsError(
+                f"There are {len(found)} answers for the whole model ({texts}); select one of them first."
+            )
+        return WholeModel.of(found[0], self.rows)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the rows as a data frame, with a column ``options`` if any row has some.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Row
+from kronscope.measures.rows import Detail, Row
+from kronscope.measures.whole import WHOLE_MODEL, WholeModel
 from kronscope.support.texts import printable
 
 if TYPE_CHECKING:
@@ -198,6 +199,38 @@ def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Bl
         if not _fits(form, width) or (len(form[1]) == 1 and len({row.variant for row in rows}) > 6):
             form = _long(shown, single, notes)
         yield _Block(title, " · ".join(facts), *form, left_out)
+    for detail in results.details:
+        if detail.kind == WHOLE_MODEL:
+            yield from _whole_model(detail, results)
+
+
+def _whole_model(detail: Detail, results: Results) -> Iterator[_Block]:
+    """What each layer is to all of them, and the cosines of the block-diagonal approximations."""
+    model = WholeModel.of(detail, results.rows)
+    facts = [f"norm {model.norm:.4g}", *([] if len(results.steps) == 1 else [f"step {detail.step:,}"])]
+    shares = sorted(model.shares.items(), key=lambda item: -item[1])
+    lines = [[layer, _percent(share)] for layer, share in shares[:_MOST_LINES]]
+    lines.append(["between layers", _percent(model.cross_share)])
+    hidden = len(shares) - _MOST_LINES
+    yield _Block(
+        "Shares of the squared norm of all layers' matrix",
+        " · ".join(facts),
+        [_Column("layer"), _Column("share", numeric=True)],
+        lines,
+        set(),
+        f"… {hidden} more layers; results.whole_model() has all." if hidden > 0 else "",
+    )
+    yield _Block(
+        f"All layers together, {condition_title(*detail.condition)}",
+        "cosines of block-diagonal approximations, each block at its best scale",
+        [_Column("approximation"), _Column("with the whole", True), _Column("with its block diagonal", True)],
+        [[name, *map(_number, both)] for name, both in model.cosines.items()],
+        set(),
+    )
+
+
+def _percent(value: float) -> str:
+    return "–" if math.isnan(value) else f"{100 * value:.2f} %"
 
 
 _Form = tuple[list[_Column], list[list[str]], set[tuple[int, int]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,14 +14,15 @@ from kronscope.figures.figure2 import BARS, CURVES
 from kronscope.figures.style import TRUTHS, Style, condition_label, styles
 from kronscope.measures import schema
 from kronscope.measures.results import Results
-from kronscope.measures.rows import Row, curve_names
+from kronscope.measures.rows import Detail, Row, curve_names
 from kronscope.measures.table import setting_lines
+from kronscope.measures.whole import WHOLE_MODEL, WholeModel
 from kronscope.report.assemble import assemble, static
 from kronscope.support.files import write_atomically
 
 __all__ = ["render", "write_report"]
 
-_SCRIPTS = ("nodes.js", "data.js", "marks.js", "charts.js", "table.js", "views.js", "details.js", "app.js")
+_SCRIPTS = ("nodes.js", "data.js", "marks.js", "charts.js", "table.js", "views.js", "details.js", "whole.js", "app.js")
 _ELSEWHERE = ("cut", "notes", "title")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
@@ -120,7 +122,23 @@ def _run(name: str, results: Results) -> dict[str, Any]:
         "notes": setting_lines(results.settings, "notes"),
         "settings": {key: value for key, value in results.settings.items() if key not in _ELSEWHERE},
         "rows": [list({**schema.to_plain(row), "approximation": row.variant}.values()) for row in results.rows],
-        "details": [schema.to_plain(detail) for detail in results.details],
+        "details": [schema.to_plain(detail) for detail in results.details if detail.kind != WHOLE_MODEL],
+        "whole": [_whole_model(detail, results) for detail in results.details if detail.kind == WHOLE_MODEL],
+    }
+
+
+def _whole_model(detail: Detail, results: Results) -> dict[str, Any]:
+    """What the layers are to all of them, ready to be shown."""
+    model = WholeModel.of(detail, results.rows)
+    texts = [f"step {detail.step:,}", condition_label(*detail.condition), f"‖H‖ = {model.norm:.4g}"]
+    shares = [*sorted(model.shares.items(), key=lambda item: -item[1]), ("between layers", model.cross_share)]
+    return {
+        "facts": " · ".join(texts),
+        "shares": [[name, "–" if math.isnan(share) else f"{100 * share:.2f} %"] for name, share in shares],
+        "cosines": [
+            [name, *("–" if math.isnan(value) else f"{value:.4f}" for value in both)]
+            for name, both in model.cosines.items()
+        ],
     }
 
 

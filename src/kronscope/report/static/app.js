@@ -303,8 +303,9 @@ function start() {
   drawHead();
   drawNotes();
   drawSettings();
+  drawWhole();
   document.querySelectorAll(".needs-script").forEach((section) => {
-    if (!["notes-section", "settings-section"].includes(section.id)) section.hidden = !ROWS.length;
+    if (!["notes-section", "settings-section", "whole-section"].includes(section.id)) section.hidden = !ROWS.length;
   });
   if (!ROWS.length) return;
   state.view = Object.keys(VIEWS).find((name) => VIEWS[name].exists);
