@@ -120,14 +120,14 @@ class Browser:
         elif method == "Page.loadEventFired":
             self._loaded = True
 
-    def open(self, path: Path | str) -> None:
+    def open(self, path: Path | str, timeout: float = 30) -> None:
         """Open a file, or an address."""
         self.console.clear()
         self.requests.clear()
         self._loaded = False
         self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not self._loaded:
-            self._receive(30)
+            self._receive(timeout)
         self.settle()
 
     def settle(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,73 @@ def test_odd_names_run_no_code(page: Browser, folder: Path) -> None:
     assert EVIL in page.texts("#legend button")
     assert EVIL in columns(page, "layer")
     assert page.texts("#notes li")[:2] == [EVIL, EVIL]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "</script><script>window.evil = 1</script>",
+        '"><img src=x onerror=window.evil=1>',
+        "' onmouseover='window.evil = 1",
+        "javascript:window.evil=1",
+        "\u202egnp.exe\u2066",
+        "مرحبا.weight",
+        "two\nlines\r\tand\x0bmore",
+        "__proto__",
+        "constructor",
+        "toString",
+        "{{script}}",
+        "${window.evil = 1}",
+        "a" * 10_000,
+        "layer." * 1_700,
+        "\x00",
+    ],
+)
+def test_hostile_names(page: Browser, tmp_path: Path, name: str) -> None:
+    rows = [row for layer in (name, "x") for row in synthetic.make_rows(layer, steps=(0, 1), names=("optimal", name))]
+    sweep = Detail(name, 1, "gauss_newton", "exact", 1, "batch_sizes", {"batch_size": [1, 2], name: [0.5, 0.4]})
+    results = Results(rows, [sweep], {name: {name: [name]}, "cut": name, "notes": name})
+    write_report({name: results, "other": results}, tmp_path / "odd.html", title=name)
+    page.open(tmp_path / "odd.html")
+    for tab in page.run("[...document.querySelectorAll('#tabs button')].map(tab => tab.id)"):
+        page.click(f"#{tab}")
+        page.hover("#view .chart", (0.5, 0.5))
+        assert page.run("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.run("window.evil") is None
+    assert page.run("document.querySelectorAll('img, iframe, object, embed, link[href^=http]').length") == 0
+    assert page.run("document.scripts.length") == 2
+    assert page.run("[...document.body.innerText].some(sign => '\u202e\u2066'.includes(sign))") is False
+    assert len(columns(page, "layer")) == 16
+    assert page.run("document.documentElement.scrollHeight") < 30_000
+
+
+@pytest.mark.parametrize(("layers", "steps"), [(100, 50), (5000, 1)])
+def test_fifty_thousand_rows_open_in_three_seconds(page: Browser, tmp_path: Path, layers: int, steps: int) -> None:
+    """Of the page's own time, since the machine may have other work."""
+    row = synthetic.make_rows("x", names=("optimal",))[0]
+    rows = [
+        replace(row, layer=f"block.{layer}.weight", step=step, approximation=name, cosine=(layer + place) % 97 / 97)
+        for step in range(steps)
+        for layer in range(layers)
+        for place, name in enumerate(synthetic.ALL[:10])
+    ]
+    assert len(rows) == 50_000
+    path = write_report(Results(rows), tmp_path / "large.html")
+    assert path.stat().st_size < 5e6
+    page.call("Performance.enable", timeDomain="threadTicks")
+    page.open(path, timeout=120)
+    seconds = {item["name"]: item["value"] for item in page.call("Performance.getMetrics")["metrics"]}["ThreadTime"]
+    assert seconds < 3
+    assert page.text("#count") == "50,000 rows"
+    assert len(columns(page, "layer")) == 200
+    assert page.text("#more") == "Show 2,000 more of 49,800 rows"
+    page.click("#tab-layers") if page.run("document.getElementById('tab-layers') !== null") else None
+    if layers > 60:
+        assert page.texts("#choose-part option")[1] == f"61 to {min(layers, 120)} of {layers:,}"
+    assert page.run("document.querySelectorAll('*').length") < 20_000
+    page.run("document.getElementById('filter').focus()")
+    page.write("block.7.weight")
+    assert page.text("#count") == f"{10 * steps:,} of 50,000 rows"
 
 
 def test_nothing_measured_is_a_page_without_a_chart(page: Browser, folder: Path) -> None:

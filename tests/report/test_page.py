@@ -116,7 +116,14 @@ def test_odd_names_stay_text() -> None:
     assert "alert(1)</script>" not in text
     assert page.texts["title"] == page.texts["h1"] == EVIL
     (run,) = page.data["runs"]
-    assert run["name"] == run["rows"][0][0] == run["settings"][EVIL] == run["cut"][0] == run["notes"][0] == EVIL
+    assert (
+        run["name"]
+        == run["columns"]["layer"]["value"]
+        == run["settings"][EVIL]
+        == run["cut"][0]
+        == run["notes"][0]
+        == EVIL
+    )
     assert EVIL in page.data["styles"]
     assert EVIL in page.texts["pre"]
 
@@ -127,17 +134,24 @@ def test_any_name_survives(name: str) -> None:
     results = Results(synthetic.make_rows(name), settings={"title": name})
     text = render(results, title=name or None)
     page = Page(text.encode("utf-8", "replace").decode())
-    assert page.data["runs"][0]["rows"][0][0] == name
+    assert page.data["runs"][0]["columns"]["layer"]["value"] == name
+
+
+def _values(column: Any, count: int) -> list[Any]:
+    if isinstance(column, list):
+        return column
+    return [column["values"][at] for at in column["at"]] if "at" in column else [column["value"]] * count
 
 
 def test_the_numbers_are_the_results() -> None:
     results = synthetic.transformer_run()
     data = Page(render(results)).data
     (run,) = data["runs"]
-    assert len(run["rows"]) == len(results)
-    place = data["fields"].index("cosine")
-    for shown, row in zip(run["rows"], results, strict=True):
-        assert shown[place] == (None if math.isnan(row.cosine) else row.cosine)
+    assert run["count"] == len(results)
+    for field in data["fields"]:
+        expected = [row.variant if field == "approximation" else getattr(row, field) for row in results]
+        expected = [None if isinstance(value, float) and math.isnan(value) else value for value in expected]
+        assert json.dumps(_values(run["columns"][field], run["count"])) == json.dumps(expected)
     assert len(run["details"]) == len(results.details)
     assert run["partial"] is True
     assert run["question"] == results.question

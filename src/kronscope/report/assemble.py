@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from typing import Any
 
+from kronscope.support.texts import printable
+
 __all__ = ["assemble", "static"]
+
+_MOST_LETTERS = 300
 
 
 def assemble(
@@ -49,7 +53,7 @@ def assemble(
     values = {
         "policy": "; ".join(policy),
         "generator": html.escape(_generator()),
-        "title": html.escape(title),
+        "title": html.escape(printable(title if len(title) <= _MOST_LETTERS else f"{title[:_MOST_LETTERS]}…")),
         "style": style,
         "text": html.escape(text),
         "data": _embed(data),

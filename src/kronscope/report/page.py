@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ def _run(name: str, results: Results) -> dict[str, Any]:
         "cut": setting_lines(results.settings, "cut"),
         "notes": setting_lines(results.settings, "notes"),
         "settings": {key: value for key, value in results.settings.items() if key not in _ELSEWHERE},
-        "rows": [list({**schema.to_plain(row), "approximation": row.variant}.values()) for row in results.rows],
+        "count": len(results.rows),
+        "columns": _columns(results),
         "details": [schema.to_plain(detail) for detail in results.details if detail.kind != WHOLE_MODEL],
         "whole": [_whole_model(detail, results) for detail in results.details if detail.kind == WHOLE_MODEL],
     }
@@ -140,6 +141,24 @@ def _whole_model(detail: Detail, results: Results) -> dict[str, Any]:
             for name, both in model.cosines.items()
         ],
     }
+
+
+def _columns(results: Results) -> dict[str, Any]:
+    """The rows by columns, each in its shortest form: names and settings of thousands of rows are mostly the same."""
+    rows = [{**schema.to_plain(row), "approximation": row.variant} for row in results.rows]
+    return {field: _column([row[field] for row in rows]) for field in _FIELDS}
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """One value, the values there are and which of them each row has, or all values."""
+    places: dict[tuple[type, Any], int] = {}
+    # 1, 1.0 and True are equal, but not the same in JSON
+    at = [places.setdefault((type(value), value), len(places)) for value in values]
+    if len(places) == 1:
+        return {"value": values[0]}
+    if 4 * len(places) > len(values):
+        return list(values)
+    return {"values": [value for _, value in places], "at": at}
 
 
 def _approximations(parts: Iterable[Results]) -> Iterable[str]:

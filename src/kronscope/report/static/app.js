@@ -40,7 +40,13 @@ const CHOICES = {
   run: { title: "Run", text: (value) => RUNS[value].name },
   layer: { title: "Layer", text: (value) => value },
   condition: { title: "Matrix and labels", text: conditionName },
+  part: { title: "Layers", text: layersOfPart },
 };
+
+function layersOfPart(part) {
+  const { layers } = RUNS[state.run];
+  return `${whole(part * MOST_LAYERS + 1)} to ${whole(Math.min(layers, (part + 1) * MOST_LAYERS))} of ${whole(layers)}`;
+}
 
 function drawControls(view, options) {
   const focused = document.activeElement && document.activeElement.id;
@@ -185,6 +191,8 @@ function tree(value) {
   return value === null ? "–" : value === true ? "yes" : value === false ? "no" : String(value);
 }
 
+const MOST_NOTES = 100;
+
 function drawNotes() {
   const parts = [];
   RUNS.forEach((run) => {
@@ -208,14 +216,14 @@ function drawNotes() {
         ),
       );
   });
-  if (NOTES.length) {
+  if (NOTES.size) {
+    const first = NOTES.size > MOST_NOTES ? `, the first ${MOST_NOTES} of ${whole(NOTES.size)}` : "";
     parts.push(
-      element("h3", {}, "Notes in the table"),
+      element("h3", {}, `Notes in the table${first}`),
       element(
         "ol",
         { class: "notes" },
-        NOTES.map((note) => {
-          const rows = ROWS.filter((row) => row.note === note);
+        [...NOTES].slice(0, MOST_NOTES).map(([note, { rows }]) => {
           const what = unique(rows.map((row) => STYLES[row.approximation].name)).join(", ");
           return element("li", {}, `${note} (${what}; ${whole(rows.length)} row${rows.length === 1 ? "" : "s"})`);
         }),
@@ -244,7 +252,7 @@ function count(many, word) {
 }
 
 function drawHead() {
-  const layers = RUNS.reduce((sum, run) => sum + unique(run.rows.map((row) => row.layer)).length, 0);
+  const layers = RUNS.reduce((sum, run) => sum + run.layers, 0);
   const facts = [
     RUNS.length > 1 ? count(RUNS.length, "run") : "",
     count(layers, "layer"),
@@ -269,7 +277,7 @@ function drawHead() {
   const partial = RUNS.filter((run) => run.partial);
   byId("partial").hidden = !partial.length;
   byId("partial").textContent =
-    `Partial: ${RUNS.length > 1 ? `${partial.map((run) => run.name).join(", ")} ` : "the run "}was interrupted; this is what was done until then.`;
+    plain(`Partial: ${RUNS.length > 1 ? `${partial.map((run) => run.name).join(", ")} ` : "the run "}was interrupted; this is what was done until then.`);
 }
 
 // A picture outside the page has no variables: write their values in.

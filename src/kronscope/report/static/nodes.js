@@ -50,9 +50,20 @@ function byId(id) {
   return document.getElementById(id);
 }
 
+// Characters that turn the direction of what follows are shown instead of obeyed: a name must not rewrite its
+// surroundings.
+const TURNING = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+function plain(content) {
+  return content.replace(TURNING, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
 function fill(node, ...children) {
   node.replaceChildren(
-    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""),
+    ...children
+      .flat(Infinity)
+      .filter((child) => child !== null && child !== undefined && child !== "")
+      .map((child) => (typeof child === "string" ? plain(child) : child)),
   );
   return node;
 }
@@ -78,8 +89,11 @@ function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
+// Made once: asking every number for its own takes a hundred times as long.
+const GROUPED = new Intl.NumberFormat("en-US");
+
 function whole(value) {
-  return isNumber(value) ? value.toLocaleString("en-US") : "–";
+  return isNumber(value) ? GROUPED.format(value) : "–";
 }
 
 function decimal(value, digits = 4) {

@@ -1,6 +1,8 @@
 // The table of all rows: sorted by any column, filtered by words.
 const MOST_ROWS = 200;
-const table = { sort: null, descending: false, all: false };
+// A button adds so many: a browser needs seconds for more.
+const MORE_ROWS = 2000;
+const table = { sort: null, descending: false, rows: MOST_ROWS };
 
 const COLUMNS = [
   { key: "run", title: "run", text: (row) => RUNS[row.run].name, name: true, hidden: RUNS.length < 2 },
@@ -60,17 +62,29 @@ const COLUMNS = [
 const CONSTANT =
   ROWS.length > 1
     ? COLUMNS.filter(
-        (column) =>
-          !["cosine", "stderr", "relative_error", "seconds"].includes(column.key) &&
-          unique(ROWS.filter((row) => column.key !== "samples" || isNumber(row.cosine)).map(column.text)).length < 2,
+        (column) => !["cosine", "stderr", "relative_error", "seconds"].includes(column.key) && isConstant(column),
       )
     : [];
 const SHOWN = COLUMNS.filter((column) => !CONSTANT.includes(column));
 
-const NOTES = unique(ROWS.map((row) => row.note).filter(Boolean));
+function isConstant(column) {
+  const counts = column.key === "samples" ? (row) => isNumber(row.cosine) : () => true;
+  const value = (column.key !== "shape" && column.value) || column.text;
+  const first = ROWS.find(counts);
+  return !first || ROWS.every((row) => !counts(row) || value(row) === value(first));
+}
+
+// Each note with its number in the table and the rows that have it.
+const NOTES = new Map();
+for (const row of ROWS) {
+  if (!row.note) continue;
+  if (!NOTES.has(row.note)) NOTES.set(row.note, { number: NOTES.size + 1, rows: [] });
+  NOTES.get(row.note).rows.push(row);
+}
+const NAMES_IN_ORDER = new Intl.Collator("en", { numeric: true });
 
 function compare(column) {
-  if (!column.value) return (a, b) => column.text(a).localeCompare(column.text(b), "en", { numeric: true });
+  if (!column.value) return (a, b) => NAMES_IN_ORDER.compare(column.text(a), column.text(b));
   // What does not exist stays at the end, whichever way the rest is sorted.
   return (a, b) => {
     const [first, second] = [column.value(a), column.value(b)];
@@ -84,10 +98,10 @@ function chosenRows(shownInChart) {
   const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const rows = (byId("only-chart").checked ? ROWS.filter(shownInChart) : ROWS).filter((row) => {
     if (!words.length) return true;
-    const haystack = [...COLUMNS.map((column) => column.text(row)), row.approximation, row.truth, row.note]
+    row.words ??= [...COLUMNS.map((column) => column.text(row)), row.approximation, row.truth, row.note]
       .join(" ")
       .toLowerCase();
-    return words.every((word) => haystack.includes(word));
+    return words.every((word) => row.words.includes(word));
   });
   const column = COLUMNS.find(({ key }) => key === table.sort);
   if (!column) return rows;
@@ -97,7 +111,7 @@ function chosenRows(shownInChart) {
 
 function drawTable(shownInChart) {
   const rows = chosenRows(shownInChart);
-  const few = table.all ? rows : rows.slice(0, MOST_ROWS);
+  const few = rows.slice(0, table.rows);
   const focused = document.activeElement && document.activeElement.dataset.key;
   const head = element(
     "tr",
@@ -137,14 +151,16 @@ function drawTable(shownInChart) {
   fill(byId("table"), element("thead", {}, head), element("tbody", {}, body));
   if (focused) byId("table").querySelector(`button[data-key="${focused}"]`)?.focus();
   byId("constant").textContent = CONSTANT.length
-    ? `In every row: ${CONSTANT.map((column) => `${column.title} ${column.text(rows[0] || ROWS[0])}`).join(" · ")}.`
+    ? plain(`In every row: ${CONSTANT.map((column) => `${column.title} ${column.text(rows[0] || ROWS[0])}`).join(" · ")}.`)
     : "";
   byId("count").textContent =
     rows.length === ROWS.length ? `${whole(rows.length)} rows` : `${whole(rows.length)} of ${whole(ROWS.length)} rows`;
   byId("more").hidden = few.length === rows.length;
-  byId("more").textContent = `Show all ${whole(rows.length)} rows`;
+  const rest = rows.length - few.length;
+  byId("more").textContent =
+    rest <= MORE_ROWS ? `Show all ${whole(rows.length)} rows` : `Show ${whole(MORE_ROWS)} more of ${whole(rest)} rows`;
   byId("more").onclick = () => {
-    table.all = true;
+    table.rows = few.length + MORE_ROWS;
     drawTable(shownInChart);
   };
 }
@@ -157,7 +173,7 @@ function cell(row, column) {
     bar.style.background = STYLES[row.approximation].color;
     content.unshift(element("span", { class: "gauge", "aria-hidden": "true" }, bar));
     if (row.note)
-      content.push(element("sup", { class: "note-mark", title: row.note }, `(${NOTES.indexOf(row.note) + 1})`));
+      content.push(element("sup", { class: "note-mark", title: row.note }, `(${NOTES.get(row.note).number})`));
   }
   return element("td", { class: column.number ? "number" : column.name ? "name" : null }, content);
 }
@@ -165,7 +181,11 @@ function cell(row, column) {
 function csv() {
   const fields = ["run", ...DATA.fields].filter((field) => field !== "run" || RUNS.length > 1);
   const quote = (value) => (/[",\n\r]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
-  const value = (row, field) => (field === "run" ? RUNS[row.run].name : (row[field] ?? ""));
+  const named = (name) => FULL.get(name) ?? name;
+  const value = (row, field) => {
+    if (field === "run") return named(RUNS[row.run].name);
+    return field === "layer" ? named(row.layer) : (row[field] ?? "");
+  };
   return (
     [fields.join(","), ...ROWS.map((row) => fields.map((field) => quote(String(value(row, field)))).join(","))].join(
       "\n",

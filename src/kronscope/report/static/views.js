@@ -1,5 +1,5 @@
 // What can be looked at: each view says when it exists, which choices it has, and how to draw itself.
-const state = { view: null, run: 0, layer: null, condition: null, step: null, hidden: new Set(), fit: false };
+const state = { view: null, run: 0, layer: null, condition: null, step: null, part: 0, hidden: new Set(), fit: false };
 const MOST_PANELS = 48;
 
 function detailsOf(kind) {
@@ -15,20 +15,16 @@ const DETAILS = {
 };
 
 function panels() {
-  const found = new Map();
-  for (const row of ROWS) {
-    const key = JSON.stringify([row.condition, row.run, row.layer]);
-    if (!found.has(key)) found.set(key, { run: row.run, layer: row.layer, condition: row.condition, rows: [] });
-    found.get(key).rows.push(row);
-  }
-  const order = unique(ROWS.map((row) => row.condition));
-  return [...found.values()]
-    .filter((panel) => unique(panel.rows.map((row) => row.step)).length > 1)
-    .sort((a, b) => order.indexOf(a.condition) - order.indexOf(b.condition));
+  const found = [];
+  for (const [condition, rows] of grouped(ROWS, (row) => row.condition))
+    for (const [run, own] of grouped(rows, (row) => row.run))
+      for (const [layer, series] of grouped(own, (row) => row.layer))
+        if (series.some((row) => row.step !== series[0].step)) found.push({ run, layer, condition, rows: series });
+  return found;
 }
 
 const PANELS = panels();
-const MANY_LAYERS = RUNS.some((run) => unique(run.rows.map((row) => row.layer)).length > 1);
+const MANY_LAYERS = RUNS.some((run) => run.layers > 1);
 
 const VIEWS = {
   overview: {
@@ -51,7 +47,7 @@ const VIEWS = {
     title: MANY_LAYERS ? "Across layers" : "At one step",
     exists: ROWS.length > 0,
     items: () => ROWS,
-    choices: ["run", "condition", "step"],
+    choices: ["run", "condition", "step", "part"],
     legend: true,
     draw: drawLayers,
   },
@@ -248,12 +244,13 @@ function drawLayers(view, rows) {
     note: row.note,
   });
   const ordered = NAMES.flatMap((name) => shown.filter((row) => row.approximation === name));
+  const dots = grouped(ordered, (row) => row.layer);
   const lines =
     layers.length > 1
-      ? layers.map((layer) => ({
+      ? [...grouped(rows, (row) => row.layer)].map(([layer, own]) => ({
           name: layer,
-          title: shapeOf(rows.find((row) => row.layer === layer)),
-          dots: ordered.filter((row) => row.layer === layer).map(dot),
+          title: shapeOf(own[0]),
+          dots: (dots.get(layer) || []).map(dot),
         }))
       : ordered.map((row) => ({ name: STYLES[row.approximation].name, dots: [dot(row)] }));
   const label = `Cosine of each ${layers.length > 1 ? "layer" : "approximation"} at step ${state.step}, ${conditionName(state.condition)}`;
