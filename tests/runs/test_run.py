@@ -223,15 +223,15 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch):
     records = Records(tmp_path / "metrics.jsonl")
     records.append({"step": 1})
 
-    class Full(io.FileIO):
-        def write(self, data):
-            super().write(bytes(data)[:3])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = os.write
 
-    with Full(tmp_path / "metrics.jsonl", "ab") as full:
-        monkeypatch.setattr(records, "_open", lambda: full)
-        with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
-            records.append({"step": 2})
+    def full(file, data):
+        write(file, bytes(data)[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        records.append({"step": 2})
     monkeypatch.undo()
     records.append({"step": 2})
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]

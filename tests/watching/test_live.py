@@ -6,6 +6,7 @@ import http.client
 import json
 import math
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -234,6 +235,62 @@ def test_the_server_gives_the_page_and_the_records_and_nothing_else(tmp_path: Pa
         # a name that somebody else's server gave to this address
         assert ask(server, "/records", host="evil.example")[0] == 403
         assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_odd_requests_are_answered_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fabricated(tmp_path / "run", 2, 3)
+    (folder / "link").symlink_to("/etc/passwd")
+    with serving(folder) as server:
+        assert server.socket.getsockname()[0] == "127.0.0.1"
+        for path in (
+            "/%2e%2e/%2e%2e/etc/passwd",
+            "/..%2f..%2fetc/passwd",
+            "/link",
+            "/records/",
+            "/records%00",
+            "/\\..\\x",
+            "/" + "a" * 60_000,
+        ):
+            assert ask(server, path)[0] == 404
+        # whose host is not this one
+        assert ask(server, "http://evil.example/")[0] == 403
+        assert ask(server, "//[")[0] in (400, 404)
+        assert ask(server, "/records?from=" + "9" * 5000)[0] == 200
+        for host in ("", "127.0.0.1", f"127.0.0.1:{server.server_port}.evil.example", f"[::1]:{server.server_port}"):
+            assert ask(server, "/", host=host)[0] == 403
+        for bytes_sent in (b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00", b"GET /records HTTP/1.1\r\nHost:"):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+                connection.sendall(bytes_sent)
+        assert ask(server, "/")[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_records_of_strangers_are_refused_or_left_out(tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "run", 2, 3)
+    path = folder / "watch.jsonl"
+    whole = path.read_bytes()
+    with serving(folder) as server:
+        path.write_bytes(whole + b'{"st\xff\n[1]\n' + b"[" * 90_000 + b'\n{"event": "x", "y": NaN}\n')
+        content = json.loads(ask(server, "/records?from=0")[1])
+        assert len(content["lines"]) == 5
+        assert content["lines"][4] == {"event": "x", "y": None}
+        assert content["offset"] == path.stat().st_size
+        path.unlink()
+        (tmp_path / "secret.jsonl").write_bytes(whole)
+        path.symlink_to(tmp_path / "secret.jsonl")
+        assert json.loads(ask(server, "/records?from=0")[1])["lines"] == []
+    with pytest.raises(RunError, match="symbolic link"):
+        LiveServer(folder)
+    for damaged in (b"3\n", b"{\n", b'{"step": 1}\n', b"\xff\n"):
+        path.unlink()
+        path.write_bytes(whole + damaged)
+        with pytest.raises(RunError, match="damaged"):
+            LiveServer(folder)
+    path.write_bytes(whole)
+    for config in ({"command": "watch"}, {"command": "watch", "layers": 3}, {"command": "watch", "layers": {"x": []}}):
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(RunError, match="damaged"):
+            LiveServer(folder)
 
 
 def test_lines_come_whole_and_once(tmp_path: Path) -> None:

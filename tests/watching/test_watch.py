@@ -388,3 +388,20 @@ def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path: Path, monkeypatch: 
     watch.detach()
     assert [record["step"] for record in watch.records] == [1, 2, 3]
     assert [record["step"] for record in WatchRecords.load(tmp_path / "run").records] == [1]
+
+
+def test_results_that_cannot_be_written_end_in_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["soap"](model)
+    watch = ks.watch(optimizer, model, every=1, loss=LOSS, data=[points()], path=tmp_path / "run")
+    train(model, optimizer, 2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.warns(RuntimeWarning, match=r"not written as results.*No space left"):
+        watch.detach()
+    monkeypatch.undo()
+    assert WatchRecords.load(tmp_path / "run").results == watch.results
+    assert not (tmp_path / "run" / "results.json").exists()

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -99,7 +99,7 @@ class Records:
     [{'step': 1, 'loss': 0.5}]
     """
 
-    _file: BinaryIO | None = None
+    _file: int | None = None
 
     def __init__(self, path: Path, size: int = 0) -> None:
         self._path = path
@@ -122,38 +122,39 @@ class Records:
         """
         line = json.dumps(dict(record), allow_nan=False).encode() + b"\n"
         file = self._open()
-        size = os.fstat(file.fileno()).st_size
+        size = os.fstat(file).st_size
         try:
             with naming(self._path):
                 view = memoryview(line)
                 while view:
-                    view = view[file.write(view) :]
+                    view = view[os.write(file, view) :]
         except BaseException:
             # the next line must not begin in the middle of this one
             with contextlib.suppress(OSError):
-                file.truncate(size)
+                os.truncate(self._path, size)
             raise
 
     def sync(self) -> int:
         """Wait until all lines are on the disk; return how many bytes they are."""
         file = self._open()
         with naming(self._path):
-            os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
+            os.fsync(file)
+        return os.fstat(file).st_size
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
     def __del__(self) -> None:
         self.close()
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> int:
+        # No buffer: a line is with the operating system when append returns, whatever happens to the process. And no
+        # file object, which may be collected before this one and complain that nobody closed it.
         if self._file is None:
-            # Unbuffered: a line is with the operating system when append returns, whatever happens to the process.
-            self._file = self._path.open("ab", buffering=0)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         return self._file
 
 

@@ -56,7 +56,7 @@ class WatchRecords:
         """Read a run's folder, also while the run goes on, or a copy of it.
 
         Raises:
-            RunError: the folder holds no watched run.
+            RunError: the folder holds no watched run, or a damaged one.
         """
         folder = Path(path)
         config = Run.open(folder).config
@@ -64,7 +64,15 @@ class WatchRecords:
             raise RunError(
                 f"{folder} holds a run that was not watched; give the folder that ks.watch(..., path=...) wrote."
             )
-        return cls(config["layers"], read_records(folder / FILE))
+        if (folder / FILE).is_symlink():
+            raise RunError(f"{folder / FILE} is a symbolic link, which is not followed; put a copy in its place.")
+        try:
+            return cls(config["layers"], read_records(folder / FILE))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise RunError(
+                f"{folder} is damaged: {type(error).__name__}: {error} in config.json or {FILE}. Put back copies of "
+                "them."
+            ) from error
 
     @property
     def last_step(self) -> int:
@@ -76,6 +84,8 @@ class WatchRecords:
         if line.get("event") == "start":
             self.records = [record for record in self.records if record["step"] <= line["step"]]
         elif "event" not in line:
+            if missing := {"step", "layers", "run", "warnings", "cosines"} - set(line):
+                raise KeyError(f"a record without {', '.join(sorted(missing))}")
             self.records.append(dict(line))
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 import urllib.parse
 from http import HTTPStatus
@@ -49,7 +51,7 @@ class LiveServer(ThreadingHTTPServer):
             folder.resolve().name,
             static("report.css") + static("live.css", __package__),
             [*shared, *own],
-            {"layers": layers, "optimizer": Run.open(folder).config["optimizer"]},
+            {"layers": layers, "optimizer": str(Run.open(folder).config.get("optimizer", ""))},
             fetches=True,
         ).encode("utf-8", "replace")
         try:
@@ -57,6 +59,11 @@ class LiveServer(ThreadingHTTPServer):
         except OSError as error:
             raise RunError(f"Port {port} cannot be used: {error.strerror}; leave --port out for a free one.") from error
         self.url = f"http://{ADDRESS}:{self.server_port}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a browser that went away in the middle of an answer."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 def lines_from(path: Path, start: int) -> dict[str, Any]:
@@ -71,19 +78,21 @@ def lines_from(path: Path, start: int) -> dict[str, Any]:
         shorter than what was seen, so that these are all of its lines; ``age``, seconds since it was written to.
     """
     try:
-        status = path.stat()
-    except FileNotFoundError:
+        # a folder may come from a stranger, and a link in it lead anywhere
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
         return {"lines": [], "offset": 0, "more": False, "restarted": start > 0, "age": None}
-    restarted = status.st_size < start
-    start = 0 if restarted else start
-    with path.open("rb") as file:
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        restarted = status.st_size < start
+        start = 0 if restarted else start
         file.seek(start)
         content = file.read(_PIECE)
         while content and b"\n" not in content and len(content) % _PIECE == 0 and (rest := file.read(_PIECE)):
             content += rest
     content = content[: content.rfind(b"\n") + 1]
     return {
-        "lines": [json.loads(line) for line in content.splitlines()],
+        "lines": [line for line in map(_line, content.split(b"\n")) if line is not None],
         "offset": start + len(content),
         "more": bool(content) and start + len(content) < status.st_size,
         "restarted": restarted,
@@ -91,15 +100,31 @@ def lines_from(path: Path, start: int) -> dict[str, Any]:
     }
 
 
+def _line(content: bytes) -> Any:
+    """A record; None for what is none."""
+    try:
+        # the browser's JSON has no NaN
+        found = json.loads(content, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers two addresses, to this machine's browser only."""
 
     server: LiveServer
     protocol_version = "HTTP/1.1"
+    # seconds for a request that was begun
+    timeout = 60
 
     def do_GET(self) -> None:
         """Send the page, or lines of records."""
-        asked = urllib.parse.urlsplit(self.path)
+        try:
+            asked = urllib.parse.urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
         # another site's name that leads here must not read the run (DNS rebinding)
         if self.headers.get("Host") not in {f"{host}:{self.server.server_port}" for host in (ADDRESS, "localhost")}:
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -107,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send("text/html; charset=utf-8", self.server.page)
         elif asked.path == "/records":
             start = urllib.parse.parse_qs(asked.query).get("from", ["0"])[0]
-            found = lines_from(self.server.folder / FILE, int(start) if start.isascii() and start.isdigit() else 0)
+            seen = int(start) if start.isascii() and start.isdigit() and len(start) < 19 else 0
+            found = lines_from(self.server.folder / FILE, seen)
             self._send("application/json", json.dumps(found, separators=(",", ":")).encode())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kronscope.errors import OptionError, RunError
+from kronscope.errors import KronscopeError, OptionError, RunError
 from kronscope.gradients.losses import LossFunction
 from kronscope.measures import Results
 from kronscope.measures.rows import Row
@@ -212,9 +212,13 @@ class Watch:
         if self._lines is not None and self._run is not None:
             if self._started:
                 self._write({"event": "end", "step": self.step, "how": how, "time": round(time.time(), 1)})
-            results = self.results
-            if results.rows:
-                results.save(self._run.results_path)
+            try:
+                results = self.results
+                if results.rows:
+                    results.save(self._run.results_path)
+            except (OSError, KronscopeError) as error:
+                self._warn(f"the cosines are not written as results, they are in the records: {error}")
+        if self._lines is not None:
             self._lines.close()
         self._lines = None
         if self._run is not None:
