@@ -149,6 +149,37 @@ def test_names_choose_layers_and_tabs_choose_numbers(page: Browser, tmp_path: Pa
 
 
 @pytest.mark.browser
+def test_of_very_many_layers_the_worst_are_shown(page: Browser, tmp_path: Path) -> None:
+    with serving(fabricated(tmp_path / "run", 300, 4)) as server:
+        page.open(server.url)
+        wait(page, shows("4 records"))
+        assert len(page.texts(".map .names button")) == len(page.texts("#table tbody tr")) == 40
+        assert page.texts(".map .names button")[0] == "blocks.299.weight"
+        page.click("#more")
+        assert len(page.texts(".map .names button")) == len(page.texts("#table tbody tr")) == 300
+        assert page.console == []
+
+
+@pytest.mark.browser
+def test_the_page_says_when_the_next_cosines_are_due(page: Browser, tmp_path: Path) -> None:
+    folder = fabricated(tmp_path / "run", 2, 0)
+    names = ["blocks.0.weight", "blocks.1.weight"]
+    with serving(folder) as server:
+        page.open(server.url)
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps({**record(10, names), "cosines": [], "measuring": "at about step 40 a trial"}), file=file)
+        wait(page, shows("No cosines yet. Next: at about step 40 a trial."))
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps({**record(20, names), "measuring": "at about step 60 cosines of b"}), file=file)
+        wait(page, shows("Next cosines: at about step 60 cosines of b."))
+        with (folder / "watch.jsonl").open("a") as file:
+            print(json.dumps({"event": "end", "step": 20, "how": "finished"}), file=file)
+        wait(page, shows("finished after step 20"))
+        assert page.run("document.getElementById('due').hidden")
+        assert page.console == []
+
+
+@pytest.mark.browser
 def test_warnings_and_odd_names_stay_text(page: Browser, tmp_path: Path) -> None:
     folder = fabricated(tmp_path / "run", 2, 1, name=lambda i: f"{EVIL}{i}")
     with serving(folder) as server:

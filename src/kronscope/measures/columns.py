@@ -159,7 +159,9 @@ class TruthColumns:
     def _first_count(self) -> int:
         least, most = _FIRST_COLUMNS
         if self._asked is not None:
-            return min(most, max(self._asked, 2 * FEWEST_RANDOM))
+            asked = max(self._asked, 2 * FEWEST_RANDOM)
+            # where no error is too large there is one round only, with all of them
+            return asked if math.isinf(self._accuracy) else min(most, asked)
         in_all = _FOR_ONE_PERCENT * (0.01 / self._accuracy) ** 2
         # an even number, so that the halves are alike
         count = min(most, max(least, 2 * math.ceil(in_all / self._samples / 2)))
@@ -171,6 +173,8 @@ class TruthColumns:
     def enough(self, columns: ColumnRequest, stderr: float, accuracy: float) -> ColumnRequest:
         """As many columns as it takes for a standard error of ``accuracy``, where some have given ``stderr``."""
         now = columns.fixed + columns.draws
+        if math.isinf(accuracy):
+            return columns
         if math.isnan(stderr):
             needed = 4.0 * now
         else:

@@ -96,6 +96,7 @@ def measure(
         details: Curves to compute as well: ``"spectrum"`` (Figure 2), ``"exponents"`` and ``"batch_sizes"``.
         spectrum_rank: Number of leading singular values in the ``"spectrum"`` detail.
         accuracy: With very many classes the truth itself is estimated; this is the standard error to reach.
+            ``math.inf`` takes ``max_columns`` and is content with what they give.
         max_columns: Estimate the truth if exact labels need more backward passes per sample than this. None decides by
             the cost.
         replacement: Whether the samples of a batch of ``batch_size`` are drawn with replacement.

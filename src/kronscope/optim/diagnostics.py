@@ -23,7 +23,7 @@ from kronscope.optim.parallel import Placement
 from kronscope.optim.parallel.shards import is_dtensor
 from kronscope.optim.stacks import block_key, factor_dtype
 
-__all__ = ["Diagnostics", "DiagnosticsRow", "diagnose"]
+__all__ = ["Diagnostics", "DiagnosticsRow", "diagnose", "fresh_products"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,48 @@ def diagnose(
             )
         )
     return Diagnostics(tuple(rows), skipped_steps)
+
+
+@torch.no_grad()
+def fresh_products(
+    param: Tensor, tensors: Tensors, layout: Layout, hyper: Hyper, group: dict[str, Any]
+) -> tuple[float, float, float]:
+    r"""Compare a parameter's update :math:`u` with the :math:`v` that roots taken now would give.
+
+    It takes every root of the parameter once, and changes nothing.
+
+    Args:
+        param: The parameter.
+        tensors: Its state.
+        layout: Its blocks that this process works on.
+        hyper: Options.
+        group: Its group.
+
+    Returns:
+        :math:`\langle u, v\rangle`, :math:`\|u\|^2` and :math:`\|v\|^2`, of the blocks of this process; zeros where it
+        has none, or where an update needs a gradient that is gone.
+    """
+    inner = stored = fresh = 0.0
+    step = int(tensors["step"])
+    for index, tile in enumerate(layout.tiles):
+        if not tile.count or step < hyper.start:
+            continue
+        one = {name: value.clone() for name, value in _tile_tensors(tensors, index).items()}
+        before = _peek(param, one, tile, layout, hyper, group, step)
+        if before is None:
+            continue
+        before = wide(before).clone()
+        for mode in tile.modes:
+            found = hyper.rule.refresh(one, mode, slice(None), hyper, step)
+            if found is not None:
+                hyper.rule.carry(one, mode, slice(None), found, hyper)
+        after = _peek(param, one, tile, layout, hyper, group, step)
+        assert after is not None
+        after = wide(after)
+        inner += float((before * after).sum())
+        stored += float(before.square().sum())
+        fresh += float(after.square().sum())
+    return inner, stored, fresh
 
 
 def _is_here(param: Tensor, layout: Layout, placement: Placement) -> bool:

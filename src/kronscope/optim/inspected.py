@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kronscope.errors import StateError
 from kronscope.kron.operators import Operator
-from kronscope.optim.diagnostics import Diagnostics, diagnose
+from kronscope.optim.diagnostics import Diagnostics, diagnose, fresh_products
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
 from kronscope.optim.metrics import Direction, Progress, UpdateLog, flat
@@ -120,6 +120,11 @@ class InspectedOptimizer(PlannedOptimizer):
             for param in group["params"]
         ]
         return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather, quick=quick)
+
+    def _fresh_products(self, param: Tensor) -> tuple[float, float, float]:
+        """Compare a parameter's update with that of fresh roots, as far as this process has its blocks."""
+        group = next(group for group in self.param_groups if any(param is one for one in group["params"]))
+        return fresh_products(param, self.state[param], self._share(param), self._hyper(group), group)
 
     @property
     def skipped_steps(self) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 
 __all__ = ["findings"]
 
-# Thresholds beyond which people should look. Steps usually move a weight by about a thousandth of its size; roots that
-# are taken every 10 steps are off by a few tenths while a run settles.
+# Thresholds beyond which people should look. Steps usually move a weight by about a thousandth of its size. A step with
+# roots that are taken every 10 steps has a cosine of 0.9 and more with that of fresh roots, soon after the start 0.7;
+# with roots every 40 steps it is 0.7 to 0.8, every 200 steps 0.2, and SOAP's is then up to twice as long.
 LARGE_STEP, SMALL_STEP = 0.1, 1e-7
-OFF = 0.3
+TURNED, TOO_LONG = 0.7, 1.8
 FAR_BELOW, POOR_FIT = 0.2, 0.5
 
 
@@ -22,9 +23,9 @@ def findings(layers: Sequence[str], record: Mapping[str, Any], before: Mapping[s
         record: A record without warnings.
         before: The one before it.
 
-    >>> record = {"layers": {"residual": [0.1, 0.4], "staleness": [9, 40]}, "run": {}, "cosines": []}
-    >>> findings(["h.0.mlp", "h.3.mlp"], record)
-    ['roots of h.3.mlp are 40 steps old and 0.4 off: take them more often (refresh)']
+    >>> layers = {"fresh_cosine": [None, 0.31], "fresh_length": [None, 1.0], "staleness": [9, 40]}
+    >>> findings(["h.0.mlp", "h.3.mlp"], {"layers": layers, "run": {}, "cosines": []})
+    ['roots of h.3.mlp are 40 steps old, and its step has a cosine of 0.31 with that of fresh ones: lower refresh']
     """
     numbers, found = record["layers"], []
 
@@ -49,31 +50,39 @@ def findings(layers: Sequence[str], record: Mapping[str, Any], before: Mapping[s
         )
     if hit := worst("update_ratio", lambda value: 0 < value < SMALL_STEP, largest=False):
         found.append(f"a step moves {layers[hit[0]]}{hit[2]} by {hit[1]:.1g} of its size: it hardly trains")
-    if (hit := worst("residual", lambda value: value > OFF)) and (age := values("staleness")[hit[0]]):
-        found.append(
-            f"roots of {layers[hit[0]]}{hit[2]} are {_many(int(age), 'step')} old and {hit[1]:.3g} off: take them more "
-            f"often (refresh)"
-        )
+    for place, turned in enumerate(values("fresh_cosine")):
+        length = values("fresh_length")[place]
+        if turned is None or length is None or (turned >= TURNED and length * TOO_LONG >= 1):
+            continue
+        off = [f"has a cosine of {turned:.2g} with that of fresh ones"] if turned < TURNED else []
+        off += [f"is {1 / length:.2g} times as long as with fresh ones"] if length * TOO_LONG < 1 else []
+        age = _many(int(values("staleness")[place] or 0), "step")
+        found.append(f"roots of {layers[place]} are {age} old, and its step {' and '.join(off)}: lower refresh")
     return found + _cosines(record["cosines"])
 
 
 def _cosines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     layers: dict[str, dict[str, float]] = {}
+    errors: dict[str, float] = {}
     for row in rows:
         if row["cosine"] is not None:
             layers.setdefault(row["layer"], {})[row["approximation"]] = row["cosine"]
+            # two standard errors, of an estimate
+            errors[row["layer"]] = max(errors.get(row["layer"], 0.0), 2 * (row.get("stderr") or 0.0))
     found = []
     gaps = sorted(
         (one["live"] - one["optimal"], name) for name, one in layers.items() if {"live", "optimal"} <= one.keys()
     )
-    behind = [(gap, name) for gap, name in gaps if gap < -FAR_BELOW]
+    behind = [(gap, name) for gap, name in gaps if gap < -FAR_BELOW - errors[name]]
     if behind:
         one = layers[behind[0][1]]
         found.append(
             f"the live preconditioner of {behind[0][1]}{_more(behind)} has a cosine of {one['live']:.2f}, the best "
             f"Kronecker product {one['optimal']:.2f}"
         )
-    poor = sorted((one["optimal"], name) for name, one in layers.items() if one.get("optimal", 1.0) < POOR_FIT)
+    poor = sorted(
+        (one["optimal"], name) for name, one in layers.items() if one.get("optimal", 1.0) < POOR_FIT - errors[name]
+    )
     if poor:
         found.append(f"no Kronecker product fits {poor[0][1]}{_more(poor)}: the best has a cosine of {poor[0][0]:.2f}")
     return found

@@ -15,10 +15,16 @@ from kronscope.gradients.matrices import LayerSpec, Segment, matrix_shape, resol
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.support.processes import ALONE, Processes
 
-__all__ = ["WatchedLayers", "innermost", "steps_taken"]
+__all__ = ["FRESH", "WatchedLayers", "innermost", "steps_taken"]
 
 # Where wrappers keep what they wrap: Accelerate and Lightning; timm's Lookahead.
 _INNER = ("optimizer", "_optimizer", "_base_optimizer")
+
+# Numbers of a layer whose roots are old.
+FRESH = ("fresh_cosine", "fresh_length")
+# A root is old when more than this part of its factor came after it. After a run's first step that is so everywhere; it
+# is worth a look only where roots are taken so seldom that it stays so, or were not taken for as many steps.
+_UNSEEN, _LONG = 0.7, 50
 
 
 def innermost(optimizer: object) -> object:
@@ -126,7 +132,43 @@ class WatchedLayers:
                 # a parameter without factors has no roots that could be old
                 has = row is not None and row.effective_rank is not None
                 found[number].append(_known(getattr(row, number)) if has else None)
+        return found | self._fresh(found["staleness"], found["residual"])
+
+    def _fresh(self, ages: Sequence[float | None], residuals: Sequence[float | None]) -> dict[str, list[float | None]]:
+        """What old roots do to the step of a layer: of those whose schedule lets roots grow old, the worst."""
+        optimizer = self._optimizer
+        assert isinstance(optimizer, KroneckerOptimizer)
+        old = []
+        for place, (age, residual) in enumerate(zip(ages, residuals, strict=True)):
+            if age and residual and self._is_old(self._parameters[self._specs[place].segments[0][0]], int(age)):
+                old.append((residual, place))
+        if not old:
+            return {}
+        place = max(old)[1]
+        own = optimizer._fresh_products(self._parameters[self._specs[place].segments[0][0]])
+        inner, stored, fresh = (sum(parts) for parts in zip(*self._processes.all_gather_object(own), strict=True))
+        if not (stored > 0 and fresh > 0):
+            return {}
+        found: dict[str, list[float | None]] = {name: [None] * len(self._specs) for name in FRESH}
+        found["fresh_cosine"][place] = _known(inner / math.sqrt(stored * fresh))
+        found["fresh_length"][place] = _known(math.sqrt(fresh / stored))
         return found
+
+    def _is_old(self, parameter: Tensor, age: int) -> bool:
+        r"""Whether a root has not seen most of what its factor is made of, and will go on so by its schedule.
+
+        Of a mean with :math:`\beta_2` after :math:`t` steps, :math:`(1 - \beta_2^a) / (1 - \beta_2^t)` came in the last
+        :math:`a` steps; of a sum :math:`a / t`.
+        """
+        optimizer = self._optimizer
+        assert isinstance(optimizer, KroneckerOptimizer)
+        group = next(group for group in optimizer.param_groups if any(parameter is one for one in group["params"]))
+        hyper, step = optimizer._hyper(group), max(int(optimizer.state[parameter]["step"]), age)
+        period = hyper.refresh.period
+        if hyper.is_sum:
+            return age / step > _UNSEEN and max(age, period) >= _LONG
+        unseen = (1 - hyper.beta2**age) / (1 - hyper.beta2**step)
+        return unseen > _UNSEEN and (1 - hyper.beta2**period > _UNSEEN or age >= _LONG)
 
     def _parts(self, spec: LayerSpec) -> list[Tensor]:
         """The parts of parameters that a layer is made of."""

@@ -24,6 +24,7 @@ from kronscope.runs import Run
 from kronscope.support.callers import callers_level
 from kronscope.support.checks import count, whole
 from kronscope.support.processes import Processes, find_processes
+from kronscope.watching.clock import StepClock
 from kronscope.watching.findings import findings
 from kronscope.watching.layers import WatchedLayers, innermost, steps_taken
 from kronscope.watching.measuring import Measuring
@@ -74,9 +75,10 @@ def watch(
             optimizer trains.
         path: A folder for the records.
         log: Called with the step and named numbers for each record; ``ks.integrations.loggers`` has some.
-        budget: The fraction of training's time that measuring cosines may take, after its first two seconds and its
-            first layer, whose cost is not known before. Where measuring all layers takes longer, they take turns, and
-            records in between have no cosines. ``math.inf`` measures all layers for every record.
+        budget: The fraction of training's time that measuring cosines may take, at every moment of the run; a first
+            look at the layers may take half a second before. What a measurement will take is predicted from smaller
+            ones. Where measuring all layers takes longer, they take turns, and records in between have no cosines; the
+            page and ``print(watch)`` say when the next ones are due. ``math.inf`` measures all layers for every record.
         max_samples: Measure on the first samples of the data only.
         forward: ``(model, inputs) -> outputs`` for models with their own conventions, for measuring.
         start: Steps taken before. None: what the optimizer has counted; where it counts none, as SGD, what the
@@ -117,8 +119,7 @@ def watch(
         watched = WatchedLayers(inner, model, layers, processes)
         measuring = None
         if loss is not None and data is not None:
-            names = list(watched.shapes)
-            measuring = Measuring(inner, model, loss, data, names, budget, processes, max_samples, forward)
+            measuring = Measuring(inner, model, loss, data, watched.shapes, budget, processes, max_samples, forward)
     run, records = None, WatchRecords(watched.shapes)
     if path is not None:
         run = _open(path, inner, watched, processes)
@@ -183,8 +184,7 @@ class Watch:
         self._certain = start is not None or taken > 0
         self.step = taken if self._certain else records.last_step
         self._notes: dict[str, float] = {}
-        self._began = self._since = time.perf_counter()
-        self._spent = 0.0
+        self._clock = StepClock()
         self._started = False
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before()),
@@ -255,8 +255,10 @@ class Watch:
         self._notes |= {name: float(value) for name, value in numbers.items()}
 
     def __repr__(self) -> str:
-        """Say how far it is."""
-        return f"<Watch: {len(self._records.layers)} layers, step {self.step}, {len(self.records)} records>"
+        """Say how far it is, and when the next cosines are due."""
+        due = self.records[-1].get("measuring", "") if self.records else ""
+        facts = f"{len(self._records.layers)} layers, step {self.step}, {len(self.records)} records"
+        return f"<Watch: {facts}; next {due}>" if due else f"<Watch: {facts}>"
 
     # ------------------------------------------------------------------ the hooks
 
@@ -265,6 +267,7 @@ class Watch:
             self._guarded(self._layers.keep)
 
     def _after(self) -> None:
+        self._clock.tick()
         self.step += 1
         if not self._certain:
             self.step = steps_taken(self._optimizer) or self.step
@@ -277,14 +280,15 @@ class Watch:
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do what may fail without ending the run, on all processes together, and count the time."""
-        self._since = time.perf_counter()
+        self._clock.pause()
         try:
             with self._processes.failing_together():
                 action()
         except Exception as error:  # noqa: BLE001  # a run must not end because somebody looks at it
             self._warn(f"watching ends at step {self.step}, training goes on: {type(error).__name__}: {error}")
             self._end(f"ended by {type(error).__name__}")
-        self._spent += time.perf_counter() - self._since
+        finally:
+            self._clock.go_on()
 
     def _record(self) -> None:
         record: dict[str, Any] = {"step": self.step, "time": round(time.time(), 1), "layers": self._layers.numbers()}
@@ -294,17 +298,34 @@ class Watch:
             known = self._optimizer.metrics()
             numbers["skipped_steps"] = known["skipped_steps"]
             numbers["optimizer_seconds"] = known.get("milliseconds", 0.0) / 1e3
-        training = self._since - self._began - self._spent
-        rows = self._measuring.rows(self.step, training, self._warn) if self._measuring is not None else []
+        training, measuring, rows = self._clock.training, self._measuring, list[Row]()
+        if measuring is not None:
+            rows = measuring.rows(self.step, training, self._clock.step_seconds, self._warn)
+            record["measuring"] = self._due(measuring)
+            numbers["measuring_seconds"] = measuring.seconds
         record["cosines"] = [to_plain(row) for row in rows]
         numbers["training_seconds"] = training
-        numbers["watching_seconds"] = self._spent + time.perf_counter() - self._since
+        numbers["watching_seconds"] = self._clock.watching
         record["run"] = numbers
         last = self.records[-1] if self.records else None
         record["warnings"] = findings(list(self._records.layers), record, last)
         self._add(record)
         if self._log is not None and self._processes.rank == 0:
             self._pass_on(self._log, record, rows)
+
+    def _due(self, measuring: Measuring) -> str:
+        """Say when the next cosines come, and why not before."""
+        due, clock = measuring.due, self._clock
+        if due is None:
+            return ""
+        left = max(0.0, due.training - clock.training)
+        steps = math.ceil(left / clock.step_seconds) if clock.step_seconds > 0 else 0
+        step = self.every * max(self.step // self.every + 1, math.ceil((self.step + steps) / self.every))
+        return (
+            f"at about step {step:,} {due.what} (about {due.seconds:.2g} s); measuring may take "
+            f"{100 * measuring.budget:.3g} % of training's time, so far {measuring.seconds:.2g} s of "
+            f"{clock.training:.3g} s"
+        )
 
     def _pass_on(self, log: Log, record: Mapping[str, Any], rows: Sequence[Row]) -> None:
         found = {f"kronscope/{name}": value for name, value in record["run"].items()}

@@ -5,6 +5,8 @@ const LAYERS = META.layers;
 const POLL = 1000;
 const MOST_POINTS = 400;
 const SERIES = 6;
+// Of more layers than this the worst are shown, until all are asked for.
+const MOST_LAYERS = 40;
 
 // Each number of a layer: how it is called, whether a large one is bad, and whether its scale is logarithmic.
 const NUMBERS = {
@@ -35,7 +37,7 @@ const RUN_TITLES = {
   optimizer_seconds: "Seconds in the optimizer, last step",
 };
 
-const state = { offset: 0, records: [], every: null, ended: null, age: null, number: null, layer: null, answered: true };
+const state = { offset: 0, records: [], every: null, ended: null, age: null, number: null, layer: null, all: false, answered: true };
 
 // ------------------------------------------------------------------ records
 
@@ -55,7 +57,8 @@ function take(line) {
       const place = LAYERS.findIndex((layer) => layer.name === row.layer);
       if (place >= 0) numbers[name][place] = row.cosine;
     }
-    state.records.push({ step: line.step, time: line.time, numbers, run: line.run, warnings: line.warnings });
+    const { step, time, run, warnings, measuring } = line;
+    state.records.push({ step, time, numbers, run, warnings, measuring });
   }
 }
 
@@ -220,6 +223,25 @@ function drawWarnings() {
   );
 }
 
+// A choice between the worst layers and all of them, where these are many.
+function drawMore() {
+  byId("more").hidden = LAYERS.length <= MOST_LAYERS;
+  const many = whole(LAYERS.length);
+  byId("more").textContent = state.all ? `Only the ${MOST_LAYERS} worst of ${many} layers` : `The ${MOST_LAYERS} worst are shown: all ${many} layers`;
+}
+
+// When the next cosines come, and why there are none yet.
+function drawDue() {
+  const last = state.records[state.records.length - 1];
+  const due = (last && last.measuring) || "";
+  const none = !having("cosine_optimal").length;
+  let text = "";
+  if (due && state.ended) text = none ? `No cosines were measured: the run ended before the first were due, ${due}.` : "";
+  else if (due) text = `${none ? "No cosines yet. Next" : "Next cosines"}: ${due}.`;
+  byId("due").hidden = !text;
+  if (byId("due").textContent !== text) byId("due").textContent = text;
+}
+
 function ago(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
@@ -253,20 +275,27 @@ function draw() {
   const numbers = Object.keys(NUMBERS).filter((number) => !NUMBERS[number].beside && having(number).length);
   byId("chart-section").hidden = byId("table-section").hidden = !numbers.length;
   drawWarnings();
+  drawDue();
   drawRun();
   if (!numbers.length) return;
   const focused = document.activeElement && document.activeElement.id;
   if (!numbers.includes(state.number)) state.number = numbers[0];
-  const order = worstFirst(state.number);
+  const everyone = worstFirst(state.number);
+  const order = state.all ? everyone : everyone.slice(0, MOST_LAYERS);
   drawTabs(numbers);
   byId("caption").textContent = `${CAPTIONS[state.number]}; worst layers first.`;
   drawMap(state.number, order);
   drawCurves(state.number, order);
   drawTable(numbers, order);
+  drawMore();
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
 }
 
 startTheme();
+byId("more").onclick = () => {
+  state.all = !state.all;
+  draw();
+};
 drawHead();
 drawWarnings();
 let width = 0;

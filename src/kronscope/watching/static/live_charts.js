@@ -168,7 +168,7 @@ function drawCurves(number, order) {
 
 function drawRun() {
   const names = unique(state.records.flatMap((record) => Object.keys(record.run))).filter(
-    (name) => !["watching_seconds", "training_seconds"].includes(name),
+    (name) => !["watching_seconds", "training_seconds", "measuring_seconds"].includes(name),
   );
   byId("run-section").hidden = !names.length;
   const every = Math.ceil(state.records.length / MOST_POINTS);
