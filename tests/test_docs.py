@@ -370,15 +370,17 @@ def test_the_table_of_what_watching_costs_is_its_record() -> None:
     record = json.loads((RECORDS / "watch_cost.json").read_text(encoding="utf-8"))
     text = (DOCS / "watching.md").read_text(encoding="utf-8")
     for kind, found in record["cost"].items():
-        share = found["without data"]["watching, per cent"]
+        share = found["watching, per cent"]
         assert f"| {kind} | {share:.2f} |" in text
         assert share <= 1
-        assert found["without data"]["parameters equal to the bit"]
-    with_data = record["cost"]["AdamW"]["with data"]
-    assert f"{with_data['watching, per cent']:.1f} % of the time of {record['steps with data']} steps" in text
-    assert with_data["watching, per cent"] <= 10
-    short = record["cost"]["AdamW"]["with data, 100 steps"]
-    assert f"A run of 100 steps took {short['watching, per cent']:.1f} %" in text
+        assert found["parameters equal to the bit"]
+    for name, found in record["with data"].items():
+        shares = [found[f"{what}, per cent"] for what in ("measuring", "most", "watching")]
+        assert max(shares[:2]) <= 10
+        cells = [f"{shares[0]:.1f}", f"{shares[1]:.1f}" if shares[1] else "-", f"{shares[2]:.1f}"]
+        measured = f"{found['layers measured']} of {found['layers']}"
+        assert f"| {name} | {' | '.join(cells)} | {found['first cosines at step']} | {measured} |" in text
+        assert found["parameters equal to the bit"]
 
 
 def test_the_table_of_training_by_advice_is_its_record() -> None:

@@ -339,6 +339,14 @@ def test_lines_come_whole_and_once(tmp_path: Path) -> None:
     assert (again["lines"], again["restarted"]) == ([{"step": 9}], True)
 
 
+def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "watch.jsonl"
+    path.write_bytes(b'{"step": 1}\ngarbage\n\xff\xfe\n[1]\n{"step": 2}\n')
+    found = lines_from(path, 0)
+    assert found["lines"] == [{"step": 1}, {"step": 2}]
+    assert found["offset"] == path.stat().st_size
+
+
 def test_long_files_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kronscope.watching.server._PIECE", 64)
     path = tmp_path / "watch.jsonl"

@@ -205,6 +205,25 @@ def test_what_is_not_trained_is_left_out() -> None:
     assert list(watch.to_pandas()["layer"]) == ["0.weight"]
 
 
+def test_frozen_layers_are_left_out_and_later_ones_named() -> None:
+    """Beside an adapter the frozen layers are most of a model, and would be copied for every record."""
+    model = network()
+    model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = torch.optim.SGD([model.get_parameter("0.weight"), model.get_parameter("3.weight")], lr=0.1)
+    with ks.watch(optimizer, model, every=1) as watch:
+        train(model, optimizer, 1)
+    assert list(watch.to_pandas()["layer"]) == ["3.weight"]
+    assert repr(watch) == "<Watch: 1 layer, step 1, 1 record>"
+    model = network()
+    optimizer = torch.optim.SGD([model.get_parameter("0.weight")], lr=0.1)
+    with ks.watch(optimizer, model, every=1) as watch:
+        train(model, optimizer, 1)
+        optimizer.add_param_group({"params": [model.get_parameter("3.weight"), model.get_parameter("3.bias")]})
+        with pytest.warns(RuntimeWarning, match=r"now trains 3\.weight too, which is not watched"):
+            train(model, optimizer, 2)
+    assert len(watch.records) == 3
+
+
 def test_failures_end_the_watch_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     optimizer = OPTIMIZERS["adamw"](model)
@@ -330,7 +349,10 @@ def test_a_run_from_the_start_does_not_count_on(tmp_path: Path) -> None:
 def test_a_folder_has_one_watch_and_one_model(tmp_path: Path) -> None:
     model = network()
     optimizer = OPTIMIZERS["adamw"](model)
-    with ks.watch(optimizer, model, path=tmp_path / "run"), pytest.raises(RunError, match="being written"):
+    with (
+        ks.watch(optimizer, model, path=tmp_path / "run"),
+        pytest.raises(RunError, match=r"being written by this process: .*detach\(\)"),
+    ):
         ks.watch(optimizer, model, path=tmp_path / "run")
     other = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(RunError, match="another configuration"):

@@ -140,5 +140,6 @@ def _of_parameter(name: str, optimizer: Optimizer, parameter: str, weight: Tenso
             moment = moment.full_tensor() if hasattr(moment, "full_tensor") else moment
             return Diagonal(wide(moment).reshape(matrix_shape(weight)))
     if not state:
-        raise DataError(f"{name} has no state of {parameter} yet; it needs a step first")
+        kind = type(optimizer).__name__
+        raise DataError(f"{name} has no state of {parameter}: {kind} keeps none, or needs a step first")
     raise DataError(f"{type(optimizer).__name__} keeps no second moment of {parameter}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,11 @@ def take_lock(folder: Path) -> FileLock:
     try:
         return lock_folder(folder)
     except HeldError as error:
+        if str(error) == f"process {os.getpid()}":
+            raise RunError(
+                f"{folder} is being written by this process: end what writes to it (detach(), close()), or choose "
+                "another folder."
+            ) from error
         holder = f" ({error})" if str(error) else ""
         raise RunError(
             f"{folder} is being written by another process{holder}; wait until it ends, or choose another folder "

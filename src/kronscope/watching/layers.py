@@ -58,7 +58,8 @@ class WatchedLayers:
     Args:
         optimizer: The optimizer.
         model: The model whose parameters it trains.
-        layers: As for :func:`kronscope.measure`; None takes every matrix that the optimizer trains.
+        layers: As for :func:`kronscope.measure`; None takes every matrix that the optimizer trains and that is not
+            frozen.
         processes: The processes that train together.
 
     Attributes:
@@ -86,6 +87,10 @@ class WatchedLayers:
         self._specs: list[LayerSpec] = []
         for spec in resolve_layers(model, [layers] if isinstance(layers, str) else layers):
             missing = [name for name in spec.parameters if id(self._parameters[name]) not in trained]
+            # beside an adapter the frozen layers are most of the model
+            frozen = layers is None and not any(self._parameters[name].requires_grad for name in spec.parameters)
+            if frozen:
+                continue
             if not missing:
                 self._specs.append(spec)
             elif layers is not None:
@@ -94,6 +99,15 @@ class WatchedLayers:
             raise LayerError("the optimizer trains no matrix of this model: there is no layer to watch.")
         self.shapes = {spec.name: spec.shape for spec in self._specs}
         self._before: list[list[Tensor]] = []
+        self._all, self._trained = layers is None, trained
+
+    def newcomers(self) -> list[str]:
+        """Names of matrices that the optimizer trains by now and did not when watching began; each is named once."""
+        if not self._all:
+            return []
+        now = {id(param) for group in self._optimizer.param_groups for param in group["params"]} - self._trained
+        self._trained |= now
+        return [name for name, param in self._parameters.items() if id(param) in now and param.dim() > 1]
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -140,12 +154,12 @@ class WatchedLayers:
         assert isinstance(optimizer, KroneckerOptimizer)
         old = []
         for place, (age, residual) in enumerate(zip(ages, residuals, strict=True)):
-            if age and residual and self._is_old(self._parameters[self._specs[place].segments[0][0]], int(age)):
+            if age and residual and self._is_old(self._parameters[self._specs[place].segments[0].parameter], int(age)):
                 old.append((residual, place))
         if not old:
             return {}
         place = max(old)[1]
-        own = optimizer._fresh_products(self._parameters[self._specs[place].segments[0][0]])
+        own = optimizer._fresh_products(self._parameters[self._specs[place].segments[0].parameter])
         inner, stored, fresh = (sum(parts) for parts in zip(*self._processes.all_gather_object(own), strict=True))
         if not (stored > 0 and fresh > 0):
             return {}

@@ -72,7 +72,7 @@ def watch(
         loss: The loss, as for :func:`kronscope.measure`; given together with ``data``.
         data: Batches ``(inputs, targets)`` to measure on, as for :func:`kronscope.measure`. A few dozen samples do.
         layers: Names, globs, row ranges and stacks as for :func:`kronscope.measure`; None takes every matrix that the
-            optimizer trains.
+            optimizer trains and that is not frozen.
         path: A folder for the records.
         log: Called with the step and named numbers for each record; ``ks.integrations.loggers`` has some.
         budget: The fraction of training's time that measuring cosines may take, at every moment of the run; a first
@@ -257,7 +257,8 @@ class Watch:
     def __repr__(self) -> str:
         """Say how far it is, and when the next cosines are due."""
         due = self.records[-1].get("measuring", "") if self.records else ""
-        facts = f"{len(self._records.layers)} layers, step {self.step}, {len(self.records)} records"
+        layers, records = len(self._records.layers), len(self.records)
+        facts = f"{layers} layer{'s' * (layers != 1)}, step {self.step}, {records} record{'s' * (records != 1)}"
         return f"<Watch: {facts}; next {due}>" if due else f"<Watch: {facts}>"
 
     # ------------------------------------------------------------------ the hooks
@@ -292,6 +293,9 @@ class Watch:
 
     def _record(self) -> None:
         record: dict[str, Any] = {"step": self.step, "time": round(time.time(), 1), "layers": self._layers.numbers()}
+        if new := self._layers.newcomers():
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            self._warn(f"the optimizer now trains {new[0]}{more} too, which is not watched: call ks.watch again for it")
         numbers = dict(self._notes)
         self._notes = {}
         if isinstance(self._optimizer, KroneckerOptimizer):

@@ -47,17 +47,17 @@ function take(line) {
     state.ended = null;
     state.every = line.every;
   } else if (line.event === "end") state.ended = line;
-  else {
+  else if (line.layers && line.run) {
     const numbers = { ...line.layers };
     const before = state.records.findLast((record) => record.numbers.cosine_live)?.numbers;
-    for (const row of line.cosines) {
+    for (const row of line.cosines || []) {
       // layers take turns: what was last known of the others stays
       const name = `cosine_${row.approximation}`;
       numbers[name] ||= before?.[name] ? [...before[name]] : LAYERS.map(() => null);
       const place = LAYERS.findIndex((layer) => layer.name === row.layer);
       if (place >= 0) numbers[name][place] = row.cosine;
     }
-    const { step, time, run, warnings, measuring } = line;
+    const { step, time, run, warnings = [], measuring } = line;
     state.records.push({ step, time, numbers, run, warnings, measuring });
   }
 }
