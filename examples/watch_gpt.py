@@ -67,7 +67,8 @@ def main() -> None:
                 print(f"step {step + 1}: loss {found.item():.4f}")
     last = watch.to_pandas().groupby("step").mean(numeric_only=True)
     print(last[["gradient_norm", "update_ratio", "residual"]])
-    print(watch.results.select(step=watch.results.steps[0]))
+    # a run this short may end before the first cosines are paid for; then it says when they were due
+    print(watch.results.select(step=watch.results.steps[0]) if watch.results.steps else watch)
     print("warnings:", *(watch.warnings or ["none"]), sep="\n  ")
 
 
