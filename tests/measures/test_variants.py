@@ -18,6 +18,7 @@ from kronscope.approx import options_of
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 from kronscope.measures import Detail, Results, schema
+from kronscope.measures.rows import MATRIX_COLUMNS
 from kronscope.report import write_report
 from tests.figures import synthetic
 
@@ -91,7 +92,7 @@ def test_a_data_frame_has_options_where_there_are_any() -> None:
     plain = shampoo(0.5)
     assert "options" not in plain.to_pandas().columns
     frame = plain.merge(shampoo(0.75)).to_pandas()
-    assert list(frame.columns[:-1]) == list(plain.to_pandas().columns)
+    assert list(frame.columns.drop("options")) == list(plain.to_pandas().columns)
     assert list(frame["options"]) == ["", "exponent=0.75"]
 
 
@@ -106,6 +107,9 @@ def test_files_from_before_options_are_read() -> None:
     data["schema_version"] = 1
     for record in [*data["rows"], *data["details"]]:
         assert record.pop("options") == ""
+    # what came later still
+    for record in data["rows"]:
+        assert [record.pop(name) for name in MATRIX_COLUMNS] == [None] * len(MATRIX_COLUMNS)
     assert schema.loads(json.dumps(data)) == results
 
 
