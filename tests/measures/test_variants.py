@@ -150,8 +150,7 @@ def test_the_report_has_each(tmp_path: Path) -> None:
     curves += [dataclasses.replace(item, options="replacement=False") for item in curves]
     page = write_report(Results(rows, curves), tmp_path / "report.html").read_text()
     data = json.loads(page.split('id="data"')[1].split(">", 1)[1].split("</script>")[0])
-    place = data["fields"].index("approximation")
-    assert [row[place] for row in data["runs"][0]["rows"]] == ["shampoo", "shampoo (exponent=0.75)"]
+    assert data["runs"][0]["columns"]["approximation"] == ["shampoo", "shampoo (exponent=0.75)"]
     assert data["styles"]["shampoo (exponent=0.75)"]["name"] == "Shampoo (exponent=0.75)"
     assert data["conditions"] == {
         "gauss_newton|exact|1": "Gauss–Newton · exact labels",
