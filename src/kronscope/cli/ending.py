@@ -115,7 +115,9 @@ def _make_streams_lenient() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+            # a stream whose descriptor was closed or replaced cannot, and will say so when it is written to
+            with suppress(OSError, ValueError):
+                reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
 
 
 def _warning_line(
