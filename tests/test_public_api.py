@@ -129,7 +129,7 @@ import kronscope.figures, kronscope.report, kronscope.advising, kronscope.watchi
 kronscope.integrations.unwrap
 heavy = (
     "matplotlib", "transformers", "sklearn", "pandas", "PIL", "scipy", "typer", "torchvision", "torch._dynamo",
-    "lightning", "timm", "wandb", "accelerate", "peft",
+    "rich", "lightning", "timm", "wandb", "accelerate", "peft",
 )
 print(json.dumps({"seconds": seconds, "heavy": [name for name in heavy if name in set(sys.modules) - before]}))
 """
@@ -140,4 +140,4 @@ def test_importing_is_light_and_takes_no_package_that_may_be_missing() -> None:
     found = json.loads(shown.stdout)
     assert found["heavy"] == []
     # beside torch itself; processor time, so that a busy machine does not matter much
-    assert found["seconds"] < 1.5
+    assert found["seconds"] < 1.0

@@ -6,9 +6,6 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from kronscope.support.texts import printable
 
 __all__ = ["Bar"]
@@ -25,14 +22,18 @@ class Bar:
     """
 
     def __init__(self, shown: bool) -> None:
+        # here: importing kronscope need not import them
+        from rich import progress
+        from rich.console import Console
+
         console = Console(stderr=True)
         self._lines = shown and not console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not (shown and console.is_terminal),
