@@ -45,14 +45,17 @@ class Bar:
 
     def __enter__(self) -> Bar:
         """Start drawing."""
-        self._progress.start()
+        if not self._progress.disable:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop drawing and leave the line empty."""
-        self._progress.stop()
+        # older versions of rich write an empty line even where nothing was drawn
+        if not self._progress.disable:
+            self._progress.stop()
 
     def begin(self, what: str, total: int) -> None:
         """Start a new piece of work."""
