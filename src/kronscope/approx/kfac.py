@@ -15,7 +15,7 @@ from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import EigenbasisDiagonal, KroneckerProduct, PsdFactor, mode_gram
 
-__all__ = ["EigenvalueCorrectedKfac", "KfacExpand", "KfacReduce"]
+__all__ = ["EigenvalueCorrectedKfac", "KfacExpand", "KfacReduce", "summed_positions"]
 
 
 @register
@@ -168,11 +168,21 @@ def _both_ways(factors: Tensor, inputs: Tensor, weights: Tensor, reduce: bool, d
 
 
 def _side(factors: Tensor, weights: Tensor, reduce: bool) -> Tensor:
-    wide = factors.double()
-    if reduce and factors.shape[2] > 1:
-        summed = wide.sum(2, keepdim=True)
-        # a sum that vanishes over positions, as of the gradients of attention keys, leaves rounding: take it for zero
-        size = wide.abs().sum(2, keepdim=True)
-        noise = 16 * torch.finfo(factors.dtype).eps
-        wide = torch.where(summed.abs() > noise * size.amax(3, keepdim=True), summed, 0.0)
+    wide = summed_positions(factors) if reduce else factors.double()
     return mode_gram(wide.flatten(1, 2), weights, mode=1)
+
+
+def summed_positions(factors: Tensor) -> Tensor:
+    """Add up factors (k, c, t, d) over positions: (k, c, 1, d), in float64.
+
+    Args:
+        factors: Inputs or output gradients.
+    """
+    wide = factors.double()
+    if factors.shape[2] == 1:
+        return wide
+    summed = wide.sum(2, keepdim=True)
+    # a sum that vanishes over positions, as of the gradients of attention keys, leaves rounding: take it for zero
+    size = wide.abs().sum(2, keepdim=True)
+    noise = 16 * torch.finfo(factors.dtype).eps
+    return torch.where(summed.abs() > noise * size.amax(3, keepdim=True), summed, 0.0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kronscope.curvature.chunk_pairs import over_pairs
 from kronscope.curvature.chunks import chunks_from
+from kronscope.curvature.middles import Matrix, Spanned
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 
@@ -20,7 +21,7 @@ _TILE_ENTRIES = 16 << 20
 _SMALL_PRODUCT = 1e9
 
 
-def column_forms(atoms: Atoms, rows: Tensor, cols: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+def column_forms(atoms: Atoms, rows: Tensor, cols: Tensor, left: Matrix | None, right: Matrix | None) -> Tensor:
     r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (k, c), in float64.
 
     Args:
@@ -34,8 +35,9 @@ def column_forms(atoms: Atoms, rows: Tensor, cols: Tensor, left: Tensor | None, 
         # broadcasting brings in the side whose columns are shared
         return (rows * cols).sum((-1, -2), dtype=torch.float64)
     grads = atoms.grads
-    moved = grads if left is None else left.to(grads) @ grads
-    other = grads if right is None else grads @ right.to(grads)
+    whole = [each.matrix() if isinstance(each, Spanned) else each for each in (left, right)]
+    moved = grads if whole[0] is None else whole[0].to(grads) @ grads
+    other = grads if whole[1] is None else grads @ whole[1].to(grads)
     return (moved * other).sum((-1, -2), dtype=torch.float64)
 
 

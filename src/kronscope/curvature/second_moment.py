@@ -24,7 +24,7 @@ from kronscope.curvature.chunks import (
 from kronscope.curvature.columns import all_column_pairs, column_forms
 from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
 from kronscope.curvature.leading import TOLERANCE, largest_eigenvalue
-from kronscope.curvature.middles import Middles
+from kronscope.curvature.middles import Matrix, Middles, Spanned
 from kronscope.curvature.pairs import assembled_kernels, pair_squares, safe_in_float32
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
@@ -155,7 +155,7 @@ class SecondMoment:
 
     # ------------------------------------------------------------------ column by column
 
-    def column_forms(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def column_forms(self, left: Matrix | None = None, right: Matrix | None = None) -> Tensor:
         r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (N, c) for symmetric A and B, by default identities."""
 
         def local() -> Iterator[tuple[Tensor, Tensor]]:
@@ -196,14 +196,40 @@ class SecondMoment:
 
     # ------------------------------------------------------------------ contractions
 
-    def left(self, R: Tensor | None = None) -> Tensor:
+    def left(self, R: Matrix | None = None) -> Tensor:
         r"""Return :math:`\sum w\, G R G^\top` (m, m); ``R`` defaults to the identity."""
         # what is remembered is not handed out, so that readers may change what they get
         return self._contract(0, R) if R is not None else self._contract(0, None).clone()
 
-    def right(self, L: Tensor | None = None) -> Tensor:
+    def right(self, L: Matrix | None = None) -> Tensor:
         r"""Return :math:`\sum w\, G^\top L G` (n, n); ``L`` defaults to the identity."""
         return self._contract(1, L) if L is not None else self._contract(1, None).clone()
+
+    def within(self, mode: int, vectors: Tensor, other: Matrix) -> Tensor:
+        r"""Return a contraction between vectors: :math:`V^\top (\sum w\, G R G^\top) V` (r, r).
+
+        Args:
+            mode: 0 for :meth:`left`, 1 for :meth:`right`.
+            vectors: :math:`V` (m or n, r); products with them are shared with those of a :class:`Spanned` matrix.
+            other: :math:`R`, or :math:`L` for ``mode`` 1; symmetric.
+        """
+
+        def local() -> Tensor:
+            total = torch.zeros(vectors.shape[1], vectors.shape[1], dtype=torch.float64)
+            middles = self._once("middles", self._new_middles)
+            pairs = zip(
+                middles.moved(self._ready, mode, vectors), middles.of(self._ready, 1 - mode, other), strict=True
+            )
+            for (atoms, moved), (_, middle) in pairs:
+                if isinstance(atoms, FactoredAtoms):
+                    gram = positions_gram(moved, middle, atoms.weights)
+                else:
+                    whole = self._chunk_contraction(atoms, middle, mode, other, symmetric=True)
+                    gram = vectors.T.to(whole) @ whole @ vectors.to(whole)
+                total = total.to(gram.device) + gram
+            return total
+
+        return self._summed(local, (vectors.shape[1],) * 2)
 
     def factors(self) -> tuple[PsdFactor, PsdFactor]:
         """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
@@ -436,7 +462,7 @@ class SecondMoment:
         """Iterate the chunks in the form planned for contractions."""
         return iter(self.stream) if self.plan().contraction == "factored" else formed(self.stream)
 
-    def _contract(self, mode: int, other: Tensor | None) -> Tensor:
+    def _contract(self, mode: int, other: Matrix | None) -> Tensor:
         if other is None:
             known = (self.stream.known.left, self.stream.known.right)[mode]
             return self._once(("gram", mode), lambda: self._contraction(mode, None)) if known is None else known
@@ -444,28 +470,42 @@ class SecondMoment:
         if other.shape != (size, size):
             side = "left needs R" if mode == 0 else "right needs L"
             raise ShapeError(f"{side} of shape ({size}, {size}), got {tuple(other.shape)}.")
-        return self._contraction(mode, other.double())
+        return self._contraction(mode, other if isinstance(other, Spanned) else other.double())
 
-    def _contraction(self, mode: int, other: Tensor | None) -> Tensor:
+    def _contraction(self, mode: int, other: Matrix | None) -> Tensor:
         return self._summed(lambda: self._own_contraction(mode, other), (self.shape[mode],) * 2)
 
-    def _own_contraction(self, mode: int, other: Tensor | None) -> Tensor:
+    def _own_contraction(self, mode: int, other: Matrix | None) -> Tensor:
         total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
-        symmetric = is_symmetric(other)
+        symmetric = isinstance(other, Spanned) or is_symmetric(other)
         for atoms, middle in self._with_middles(1 - mode, other):
-            if isinstance(atoms, FactoredAtoms):
-                kept = (atoms.row_factors, atoms.col_factors)[mode]
-                gram = positions_gram(kept, middle, atoms.weights, symmetric=symmetric)
-            else:
-                weights = atoms.weights.repeat_interleave(atoms.columns)
-                middle_matrix = None if other is None else other.to(atoms.grads)
-                gram = mode_gram(atoms.grads.flatten(0, 1), weights, mode, middle_matrix)
+            gram = self._chunk_contraction(atoms, middle, mode, other, symmetric=symmetric)
             total = total.to(gram.device) + gram
         return total
 
-    def _with_middles(self, mode: int, matrix: Tensor | None) -> Iterator[tuple[Atoms, Tensor]]:
+    def _chunk_contraction(
+        self, atoms: Atoms, middle: Tensor, mode: int, other: Matrix | None, *, symmetric: bool
+    ) -> Tensor:
+        if isinstance(atoms, FactoredAtoms):
+            kept = (atoms.row_factors, atoms.col_factors)[mode]
+            return positions_gram(kept, middle, atoms.weights, symmetric=symmetric)
+        weights = atoms.weights.repeat_interleave(atoms.columns)
+        formed_other = other.matrix() if isinstance(other, Spanned) else other
+        middle_matrix = None if formed_other is None else formed_other.to(atoms.grads)
+        return mode_gram(atoms.grads.flatten(0, 1), weights, mode, middle_matrix)
+
+    def _with_middles(self, mode: int, matrix: Matrix | None) -> Iterator[tuple[Atoms, Tensor]]:
         """Iterate the chunks with the products of one side's factors over positions; see :class:`Middles`."""
-        return self._once("middles", Middles).of(self._ready, mode, matrix)
+        return self._once("middles", self._new_middles).of(self._ready, mode, matrix)
+
+    def _new_middles(self) -> Middles:
+        return Middles(self.stream.keep_bytes // 4 if self.stream.in_memory else 0)
+
+    def ready_chunks(self) -> list[Atoms] | None:
+        """This process's chunks in the form and type that contractions are done in, if they are in memory; else None."""
+        if not self.stream.in_memory:
+            return None
+        return [atoms if self._in_float32() else atoms.wide() for atoms in self._chunks()]
 
     def _ready(self) -> Iterator[Atoms]:
         """Iterate bounded chunks in the form and type that contractions are done in."""

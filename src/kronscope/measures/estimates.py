@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kronscope.approx import Approximation, Optimal
-from kronscope.curvature import SecondMoment
+from kronscope.approx import Approximation, KfacReduce, Optimal
+from kronscope.curvature import Matrix, SecondMoment, Spanned
 from kronscope.errors import DataError
 from kronscope.gradients.stream import GradientStream
-from kronscope.kron import Identity, KroneckerProduct, Operator
-from kronscope.measures.influence import factor_terms, knows_influence
+from kronscope.kron import Identity, KroneckerProduct, Operator, PsdFactor
+from kronscope.measures.influence import Slope, factor_terms, knows_influence, reduced_factors
 from kronscope.measures.optimum import independent_optimum
 from kronscope.measures.resampling import Estimate
 
@@ -45,9 +45,11 @@ _MOST_INEXACT, _INEXACT_SHARE, _LEAST_INEXACT = 3e-4, 0.01, 1e-12
 _TOLERANCE = 1e-4
 # Groups of each half that are left out in turn.
 _GROUPS = 4
+# From this size on bases are kept in float32.
+_LARGE = 128
 
 
-_Factors = tuple[Tensor | None, Tensor | None]
+_Factors = tuple[Matrix | None, Matrix | None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class RandomColumns:
         self._random_sums = sums[:, -count:]
         self.square = float(self._weights @ sums.sum(1))
         self._halves = [self._part(range(start, count, 2)) for start in (0, 1)]
+        self._bases = _Bases()
 
     @classmethod
     def of(cls, truth: GradientStream) -> RandomColumns:
@@ -98,6 +101,12 @@ class RandomColumns:
     def plain_norm(self) -> float:
         """The Frobenius norm of the columns as they are, pairs with themselves included."""
         return math.sqrt(float(self._weights @ self._moment.column_pairs()[0].sum(1)))
+
+    def decompose(self) -> None:
+        """Decompose Shampoo's factors: with two approximations in their bases, products with these serve both."""
+        for half in self._halves:
+            for factor in half.moment.factors():
+                _ = factor.spectrum
 
     def cosine(self, approximation: Approximation) -> Estimate:
         """Estimate the cosine of an approximation that is fitted on the truth's own columns."""
@@ -125,7 +134,7 @@ class RandomColumns:
         if not isinstance(operator, (KroneckerProduct, Identity)):
             found = self._by_leaving_out(lambda _: operator, [operator, operator])
             return checked(found.value, found.stderr)
-        forms = self._moment.column_forms(*_factors(operator))
+        forms = self._moment.column_forms(*self._factors(operator))
         h = float((self._weights[:, None] * forms).sum())
         value = abs(operator.scale) * h / size
         terms = forms[:, -self.truth.random_columns :] / h if h else forms[:, -self.truth.random_columns :]
@@ -162,11 +171,14 @@ class RandomColumns:
 
     def _by_influence(self, approximation: Approximation, fits: Sequence[Operator]) -> Estimate:
         """The cosine, and how far each random column moves it through its own half's matrix and fit."""
-        factors = [_factors(fit) for fit in fits]
+        factors = [self._factors(fit) for fit in fits]
+        if isinstance(approximation, KfacReduce):
+            reduced = [reduced_factors(half.stream) for half in self._halves]
+            factors = [few or whole for few, whole in zip(reduced, factors, strict=True)]
         # each half's forms with the fit of the other
         forms = [half.moment.column_forms(*other) for half, other in zip(self._halves, factors[::-1], strict=True)]
         products = [float((self._weights[:, None] * form).sum()) for form in forms]
-        overlaps = [_overlap(one, two) for one, two in zip(*factors, strict=True)]
+        overlaps = [self._bases.overlap(one, two) for one, two in zip(*factors, strict=True)]
         if min(*products, *overlaps) <= 0:
             return Estimate(math.nan, math.nan)
         size = overlaps[0] * overlaps[1]
@@ -178,13 +190,13 @@ class RandomColumns:
             moved = forms[number] / (2 * products[number])
             slopes = self._slopes(number, factors, products[1 - number], overlaps)
             if slopes is not None:
-                moved = moved + factor_terms(approximation, half.moment, *slopes)
+                moved = moved + factor_terms(approximation, half.moment, factors[number], slopes)
             terms.append(moved[:, -len(half.numbers) :])
         return Estimate(value, self._stderr(value, terms, [half.numbers for half in self._halves]))
 
     def _slopes(
         self, number: int, factors: Sequence[_Factors], product: float, overlaps: Sequence[float]
-    ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
+    ) -> tuple[Slope, Slope] | None:
         """Slopes of the cosine's logarithm in the factors of one half's fit; None for multiples of the identity.
 
         Args:
@@ -193,14 +205,29 @@ class RandomColumns:
             product: The inner product of its fit with the other half's matrix.
             overlaps: The inner products of both fits' left factors, and of their right factors.
         """
-        (left, right), (other_left, other_right) = factors[number], factors[1 - number]
-        if left is None or right is None or other_left is None or other_right is None:
-            return None
-        other = self._halves[1 - number].moment
-        return (
-            lambda: (other.left(right) / product - other_left / overlaps[0]) / 2,
-            lambda: (other.right(left) / product - other_right / overlaps[1]) / 2,
-        )
+        mine, others = factors[number], factors[1 - number]
+        moment = self._halves[1 - number].moment
+
+        def slope(side: int) -> Slope:
+            facing, same = mine[1 - side], others[side]
+            assert facing is not None and same is not None
+
+            def at(vectors: Tensor | None = None) -> Tensor:
+                if vectors is None:
+                    whole = moment.left(facing) if side == 0 else moment.right(facing)
+                else:
+                    whole = moment.within(side, vectors, facing)
+                return (whole / product - self._bases.within(same, vectors).to(whole) / overlaps[side]) / 2
+
+            return at
+
+        return None if mine[0] is None or mine[1] is None else (slope(0), slope(1))
+
+    def _factors(self, operator: Operator) -> _Factors:
+        """The factors of a product, by their eigenvectors where these are known; none for multiples of the identity."""
+        if isinstance(operator, KroneckerProduct):
+            return self._bases.factor(operator.left), self._bases.factor(operator.right)
+        return None, None
 
     def _stderr(self, value: float, terms: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> float:
         """Standard error of independent columns that move the cosine by ``value · w · (terms − share of ‖H‖²)``.
@@ -285,10 +312,6 @@ def _combined(products: Sequence[float], fits: Sequence[Operator], square: float
     return math.sqrt(products[0] * products[1] / size)
 
 
-def _overlap(one: Tensor | None, two: Tensor | None) -> float:
-    return 1.0 if one is None or two is None else float((one * two).sum())
-
-
 def _widened(freedom: float) -> float:
     """By how much two standard errors of few degrees of freedom must grow to cover as often as a normal variable's.
 
@@ -310,8 +333,51 @@ def checked(value: float, stderr: float) -> Estimate:
     return Estimate(min(value, 1.0), stderr)
 
 
-def _factors(operator: Operator) -> _Factors:
-    """The factors of a product; none for a multiple of the identity."""
-    if isinstance(operator, KroneckerProduct):
-        return operator.left.matrix.double(), operator.right.matrix.double()
-    return None, None
+class _Bases:
+    """Factors by their eigenvectors, in float32, and how these lie to each other; each is made once.
+
+    Rounding at 1e-7 is nothing beside random columns, and float32 products take half the time.
+    """
+
+    def __init__(self) -> None:
+        # what is known of a tensor is kept with it, so that its id stays its own
+        self._narrow: dict[int, tuple[Tensor, Tensor]] = {}
+        self._turns: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def factor(self, factor: PsdFactor) -> Matrix:
+        """The factor as it is, or by its eigenvectors if it is decomposed."""
+        if not factor.is_decomposed:
+            return factor.matrix.double()
+        spectrum = factor.spectrum
+        key = id(spectrum.vectors)
+        if key not in self._narrow:
+            vectors = spectrum.vectors
+            self._narrow[key] = (vectors, vectors.float() if vectors.shape[0] >= _LARGE else vectors)
+        return Spanned(self._narrow[key][1], spectrum.values.double())
+
+    def overlap(self, one: Matrix | None, two: Matrix | None) -> float:
+        """The inner product of two factors; one for identities."""
+        if one is None or two is None:
+            return 1.0
+        if isinstance(one, Spanned) and isinstance(two, Spanned):
+            turn = self._turn(one.vectors, two.vectors).square().double()
+            return float(one.values @ turn @ two.values)
+        whole = [each.matrix() if isinstance(each, Spanned) else each for each in (one, two)]
+        return float((whole[0] * whole[1]).sum())
+
+    def within(self, matrix: Matrix, vectors: Tensor | None) -> Tensor:
+        """A matrix between vectors; None is the identity."""
+        if vectors is None:
+            return matrix.matrix() if isinstance(matrix, Spanned) else matrix
+        if isinstance(matrix, Spanned):
+            turn = self._turn(vectors, matrix.vectors)
+            return (turn * matrix.values.to(turn)) @ turn.T
+        wide = vectors.to(matrix)
+        return wide.T @ matrix @ wide
+
+    def _turn(self, one: Tensor, two: Tensor) -> Tensor:
+        key = (id(one), id(two))
+        if key not in self._turns:
+            self._turns[key] = (one, two, one.T @ two)
+            self._turns[id(two), id(one)] = (two, one, self._turns[key][2].T)
+        return self._turns[key][2]

@@ -13,7 +13,7 @@ theorem) and for fits on other gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,21 @@ from kronscope.approx import (
     Shampoo2,
     TensorNormal,
 )
-from kronscope.curvature import SecondMoment
+from kronscope.approx.kfac import summed_positions
+from kronscope.curvature import Matrix, SecondMoment, Spanned
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import PsdFactor
 
-__all__ = ["factor_terms", "knows_influence"]
+__all__ = ["Slope", "factor_terms", "knows_influence", "reduced_factors"]
+
+
+class Slope(Protocol):
+    """The slope of the cosine's logarithm in one factor of a fit."""
+
+    def __call__(self, vectors: Tensor | None = None) -> Tensor:
+        """The slope (d, d), or what it is between vectors (d, r): (r, r)."""
+        ...
 
 
 def knows_influence(approximation: Approximation, stream: GradientStream) -> bool:
@@ -47,29 +56,31 @@ def knows_influence(approximation: Approximation, stream: GradientStream) -> boo
 def factor_terms(
     approximation: Approximation,
     moment: SecondMoment,
-    left_slope: Callable[[], Tensor],
-    right_slope: Callable[[], Tensor],
+    fitted: tuple[Matrix | None, Matrix | None],
+    slopes: tuple[Slope, Slope],
 ) -> Tensor:
     """Return what each column does through the factors (N, c), in the order of samples and columns.
 
     Args:
         approximation: What was fitted.
         moment: The matrix it was fitted on.
-        left_slope: Gives the slope of the cosine's logarithm in the left factor (m, m).
-        right_slope: The same in the right factor (n, n).
+        fitted: Its factors.
+        slopes: The slopes in its left factor and its right one.
     """
     stream = moment.stream
+    if isinstance(approximation, KfacReduce) and isinstance(fitted[0], Spanned) and isinstance(fitted[1], Spanned):
+        return _reduced_terms(stream, (fitted[0], fitted[1]), slopes)
     if isinstance(approximation, (KfacReduce, KfacExpand)):
-        return _kfac_terms(stream, left_slope(), right_slope(), reduce=isinstance(approximation, KfacReduce))
+        return _kfac_terms(stream, slopes[0](), slopes[1](), reduce=isinstance(approximation, KfacReduce))
     terms = torch.zeros(stream.num_samples, stream.columns, dtype=torch.float64)
     powers = _powers(approximation, stream.shape)
     if powers is None:
         return terms
     factors = moment.factors()
     if powers[0]:
-        terms += moment.column_forms(_through_power(factors[0], left_slope(), powers[0]), None)
+        terms += moment.column_forms(_through_power(factors[0], fitted[0], slopes[0], powers[0]), None)
     if powers[1]:
-        terms += moment.column_forms(None, _through_power(factors[1], right_slope(), powers[1]))
+        terms += moment.column_forms(None, _through_power(factors[1], fitted[1], slopes[1], powers[1]))
     return terms
 
 
@@ -84,12 +95,12 @@ def _powers(approximation: Approximation, shape: tuple[int, int]) -> tuple[float
     return None
 
 
-def _through_power(factor: PsdFactor, gradient: Tensor, power: float) -> Tensor:
-    r"""Pull a gradient with respect to :math:`F^p` back to F: divided differences in the eigenbasis."""
+def _through_power(factor: PsdFactor, fitted: Matrix | None, slope: Slope, power: float) -> Tensor:
+    r"""Pull a slope with respect to :math:`F^p` back to F: divided differences in the eigenbasis."""
     if power == 1.0:
-        return gradient
-    # for an error bar float32 is enough, and its products take half the time
-    values, vectors = factor.spectrum.values.double(), factor.spectrum.vectors.float()
+        return slope()
+    assert isinstance(fitted, Spanned)
+    values, vectors = factor.spectrum.values.double(), fitted.vectors
     # directions without gradients take no part; a floor keeps their divided differences finite
     values = values.clamp_min(float(values.max()) * 1e-7)
     raised = values**power
@@ -100,9 +111,45 @@ def _through_power(factor: PsdFactor, gradient: Tensor, power: float) -> Tensor:
         power * values[:, None] ** (power - 1),
         (raised[:, None] - raised) / torch.where(equal, 1.0, gaps),
     )
-    size = float(gradient.abs().max()) or 1.0
-    inner = slopes * (vectors.T @ (gradient / size).float() @ vectors)
-    return size * (vectors @ inner.float() @ vectors.T).double()
+    inner = slopes * slope(vectors)
+    # scaled, so that small numbers do not underflow in float32
+    size = float(inner.abs().max()) or 1.0
+    return size * (vectors @ (inner / size).to(vectors) @ vectors.T).double()
+
+
+def reduced_factors(stream: GradientStream) -> tuple[Spanned, Spanned] | None:
+    """The factors of K-FAC *reduce* up to their scales, by their few vectors; None where these are not here, or many.
+
+    Args:
+        stream: Gradients as factors.
+    """
+    if not stream.in_memory or stream.processes.world_size > 1:
+        return None
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    weights: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for atoms in stream:
+        assert isinstance(atoms, FactoredAtoms)
+        for factors, vectors, values in zip((atoms.row_factors, atoms.col_factors), sides, weights, strict=True):
+            summed = summed_positions(factors).squeeze(2)
+            vectors.append(summed.flatten(0, 1).to(factors.dtype))
+            values.append(atoms.weights.repeat_interleave(summed.shape[1]))
+    found = [Spanned(torch.cat(v).T.contiguous(), torch.cat(w)) for v, w in zip(sides, weights, strict=True)]
+    if any(2 * len(each.values) > size for each, size in zip(found, stream.shape, strict=True)):
+        return None
+    return found[0], found[1]
+
+
+def _reduced_terms(
+    stream: GradientStream, fitted: tuple[Spanned, Spanned], slopes: tuple[Slope, Slope]
+) -> Tensor:
+    """What :func:`_kfac_terms` returns, from the slopes between the vectors that the factors consist of."""
+    numbers = torch.cat([atoms.samples for atoms in stream])
+    terms = torch.zeros(stream.num_samples, stream.columns, dtype=torch.float64)
+    for factor, slope in zip(fitted, slopes, strict=True):
+        columns = len(factor.values) // len(numbers)
+        if columns > 1:
+            terms[numbers.cpu()] += slope(factor.vectors).diagonal().view(-1, columns).double().cpu()
+    return terms
 
 
 def _kfac_terms(stream: GradientStream, grad_left: Tensor, grad_right: Tensor, *, reduce: bool) -> Tensor:

@@ -83,7 +83,8 @@ def layer_rows(
     truth = SecondMoment(streams.truth)
     batched = streams.batches.of(streams.fitted)
     # with two of them, one table serves all; of random columns only halves are fitted
-    if not streams.truth.random_columns and sum(approximation.in_shampoo_basis for approximation in approximations) > 1:
+    several = sum(approximation.in_shampoo_basis for approximation in approximations) > 1
+    if several and not streams.truth.random_columns:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
     resampler, notes, silence = None, [streams.note], ""
@@ -96,6 +97,9 @@ def layer_rows(
             raise
         else:
             notes.append(str(error))
+
+    if several and isinstance(resampler, RandomColumns) and streams.fitted is streams.truth:
+        resampler.decompose()
 
     def estimated(approximation: Approximation, stream: GradientStream) -> Estimate:
         if probes is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kronscope.curvature import SecondMoment
 from kronscope.kron import KroneckerProduct
+from kronscope.measures.position_iteration import PositionIteration
 
 __all__ = ["independent_optimum"]
 
@@ -32,21 +33,53 @@ def independent_optimum(parts: Sequence[SecondMoment], start: Tensor, side: int,
         side: Which factor ``start`` is and the iteration goes on with: 0 for the left one, 1 for the right one.
         tolerance: What stopping may change in the cosine.
     """
+    start = _unit(start)
+    shared = PositionIteration.of(parts, side)
+    kept, other = (
+        _by_contractions(parts, start, side, tolerance) if shared is None else _by_positions(shared, start, tolerance)
+    )
+    return KroneckerProduct(kept, other) if side == 0 else KroneckerProduct(other, kept)
+
+
+def _by_contractions(
+    parts: Sequence[SecondMoment], kept: Tensor, side: int, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """The plain iteration, which any gradients can have; both factors."""
     one, two = parts
     there = [part.right if side == 0 else part.left for part in parts]
-    kept, change = _unit(start), 1.0
+    last = 1.0
     for _ in range(_MOST_ROUNDS):
         others = [contract(kept) for contract in there]
         back = (one.left(others[1]), two.left(others[0])) if side == 0 else (one.right(others[1]), two.right(others[0]))
         crossed = _unit(back[0] + back[1])
-        last, change = change, float((crossed - kept).norm())
+        change = float((crossed - kept).norm())
         kept = crossed
-        # changes that shrink by a factor ρ leave an error of change · ρ/(1−ρ), and the cosine a square of it times 1−ρ
-        shrinking = min(change / last, _SLOWEST) if last > 0 else 0.0
-        if change**2 / (2 * (1 - shrinking)) <= tolerance:
+        if _near(change, last, tolerance):
             break
-    other = _symmetric(there[0](kept) + there[1](kept)) / 2
-    return KroneckerProduct(kept, other) if side == 0 else KroneckerProduct(other, kept)
+        last = change
+    return kept, _symmetric(there[0](kept) + there[1](kept)) / 2
+
+
+def _by_positions(shared: PositionIteration, start: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The same iteration, in terms of products over positions."""
+    state, last = shared.round(shared.begin(start)), 1.0
+    for _ in range(_MOST_ROUNDS):
+        crossed = shared.round(state)
+        change = crossed.distance(state)
+        state = crossed
+        if _near(change, last, tolerance):
+            break
+        last = change
+    return shared.factors(state)
+
+
+def _near(change: float, last: float, tolerance: float) -> bool:
+    """Whether stopping changes the cosine by less than the tolerance.
+
+    Changes that shrink by a factor ρ leave an error of change · ρ/(1−ρ), and the cosine a square of it times 1−ρ.
+    """
+    shrinking = min(change / last, _SLOWEST) if last > 0 else 0.0
+    return change**2 / (2 * (1 - shrinking)) <= tolerance
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
