@@ -286,7 +286,7 @@ def test_work_is_cut_into_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     expected = [oracle.second_moment(recipe.build()) for recipe in recipes]
     monkeypatch.setattr(chunks, "_WORK_BYTES", 1)
-    monkeypatch.setattr(pairs, "_TILE_ENTRIES", 7)
+    monkeypatch.setattr(pairs, "_TILE_BYTES", 56)
     monkeypatch.setattr(streams_module, "_CHUNK_BYTES", 500)
     for recipe, H in zip(recipes, expected, strict=True):
         stream = GradientStream.of_chunks(*recipe.build())

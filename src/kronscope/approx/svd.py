@@ -16,13 +16,15 @@ from torch import Tensor
 
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError
+from kronscope.kron.workspace import work_bytes
 
 __all__ = ["SingularTriples", "singular_triples"]
 
 Block = Tensor  # (b, d): b vectors of a space, as rows
-# Basis vectors before a restart: beyond this, orthogonalisation and memory cost more than a restart loses.
-_MAX_BASIS = 32
-_BASIS_BYTES = 1 << 30
+# Basis vectors before a restart: beyond this, orthogonalisation and memory cost more than a restart loses. Large ones
+# are fewer, but never so few that restarts are all there is.
+_MAX_BASIS, _MIN_BASIS = 32, 4
+_BASIS_BYTES = 2 << 30
 # What remains of a unit vector after orthogonalisation when it lay in the span already.
 _DROP = 1e-12
 # An image this small, relative to the largest, is rounding: the map has no further singular values there.
@@ -160,7 +162,8 @@ def _in_matrix_space(
         first[0] = torch.eye(n, dtype=torch.float64) if start is None else start
     # ‖Ĥ vec I‖ lies between the largest singular value and √n times it
     scale = float(torch.linalg.matrix_norm(moment.left()))
-    found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale)
+    most = work_bytes(_BASIS_BYTES) // (8 * (m * m + n * n))
+    found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale, most)
     if not len(found):
         return SingularTriples(first.new_zeros(0), first.new_zeros(0, m, m), first.new_zeros(0, n, n), 0.0, rounds)
     sigma, lefts, rights, residual, rounds = _certified(problem, found, rounds, scale)
@@ -232,10 +235,17 @@ def _nothing(moment: SecondMoment) -> SingularTriples:
 
 
 def _golub_kahan(
-    problem: _Problem, start: Block, rank: int, tolerance: float, max_rounds: int, scale: float
+    problem: _Problem,
+    start: Block,
+    rank: int,
+    tolerance: float,
+    max_rounds: int,
+    scale: float,
+    most: int = _MAX_BASIS,
 ) -> tuple[Block, int]:
     """Return right vectors, largest singular value first, and the rounds spent; none where the map is zero."""
     floor = _FLOOR * scale
+    most = max(_MIN_BASIS, min(most, _MAX_BASIS), 3 * rank)
     rounds = 0
     block = start
     while True:
@@ -266,7 +276,7 @@ def _golub_kahan(
             tail = p[old.shape[0] :, :rank]
             error = (tail.T @ beyond).norm(dim=1).max() if beyond.numel() else sigma.new_zeros(())
             done = bool(error <= tolerance * sigma[0]) or not len(grown)
-            if done or rounds >= max_rounds or len(rights) + len(grown) > max(_MAX_BASIS, 3 * rank):
+            if done or rounds >= max_rounds or len(rights) + len(grown) > most:
                 break
             rights, newest = torch.cat([rights, grown]), grown
         found = qh[:rank][sigma[:rank] > 10 * floor] @ rights

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
+from kronscope.kron.workspace import work_bytes
 
 __all__ = [
     "FORMED",
@@ -24,8 +25,9 @@ __all__ = [
     "split",
 ]
 
-# Bytes that the float64 copy of a part of a chunk may take.
+# Bytes that the float64 copy of a part of a chunk may take, and gradients formed from one if they are not kept.
 _WORK_BYTES = 128 << 20
+_FORMED_BYTES = 512 << 20
 # Under this name a stream remembers its chunks as whole gradients.
 FORMED = "formed chunks"
 ChunksFrom = Callable[[int], Iterator[Atoms]]
@@ -45,7 +47,7 @@ def bounded(atoms: Atoms, *, forming: bool = False) -> Iterator[Atoms]:
         # where no weight is shared over positions, a sample's whole gradient is never formed
         own = 8 * (rows[0].numel() + cols[0].numel() + atoms.columns * atoms.positions**2)
         per_sample = own if atoms.positions == 1 and not forming else own + per_sample
-    step = max(1, _WORK_BYTES // max(per_sample, 1))
+    step = max(1, work_bytes(_WORK_BYTES) // max(per_sample, 1))
     for at in range(0, len(atoms.weights), step):
         yield atoms.part(at, at + step)
 
@@ -63,10 +65,9 @@ def formed(stream: GradientStream) -> Iterator[Atoms]:
     if kept is not None:
         yield from kept
         return
-    m, n = stream.shape
-    keep = stream.in_memory and 8 * stream.own_samples * stream.columns * m * n <= stream.keep_bytes
+    keep = _keeps_formed(stream)
     whole: list[Atoms] = []
-    for atoms in stream:
+    for atoms in iter(stream) if keep else _to_form(stream):
         dense = atoms.dense()
         if keep:
             whole.append(dense)
@@ -75,13 +76,36 @@ def formed(stream: GradientStream) -> Iterator[Atoms]:
         stream.memo[FORMED] = whole
 
 
+def _keeps_formed(stream: GradientStream) -> bool:
+    first = next(iter(stream), None) if stream.in_memory else None
+    if first is None:
+        return False
+    (m, n), size = stream.shape, first.nbytes // max(1, first.numel)
+    return size * stream.own_samples * stream.columns * m * n <= stream.keep_bytes
+
+
+def _to_form(stream: GradientStream) -> Iterator[Atoms]:
+    """Iterate the chunks, cut so that the gradients of a part fit into the memory of a temporary."""
+    for atoms in stream:
+        m, n = atoms.shape
+        step = max(1, work_bytes(_FORMED_BYTES) // max(4 * atoms.columns * m * n, 1))
+        if isinstance(atoms, FactoredAtoms) and step < len(atoms.weights):
+            yield from (atoms.part(at, at + step) for at in range(0, len(atoms.weights), step))
+        else:
+            yield atoms
+
+
 def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
     """Return what iterates this process's chunks from a given number on, factored or as whole gradients.
 
     A stream of one chunk is cut into several, so that pairs of chunks save the symmetric half here too.
     """
     lone = next(iter(stream), None)
-    if lone is not None and len(lone.weights) == stream.own_samples > 1:
+    if (
+        lone is not None
+        and len(lone.weights) == stream.own_samples > 1
+        and (factored or isinstance(lone, DenseAtoms) or _keeps_formed(stream))
+    ):
         parts = list(split(lone if factored else next(formed(stream)), 8))
         return lambda start: iter(parts[start:])
 
@@ -94,7 +118,7 @@ def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
         if kept is not None:
             return iter(kept[start:])
         # earlier ones are passed over before anything is formed of them
-        return (atoms.dense() for atoms in islice(iter(stream), start, None))
+        return (atoms.dense() for atoms in islice(_to_form(stream), start, None))
 
     return chunks
 

@@ -12,11 +12,12 @@ from kronscope.curvature.chunks import chunks_from
 from kronscope.curvature.middles import Matrix, Spanned
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
+from kronscope.kron.workspace import work_bytes
 
 __all__ = ["PairSums", "all_column_pairs", "column_forms", "column_pair_sums", "inner_products"]
 
-# Entries of the largest intermediate of one tile (doubles: 128 MB).
-_TILE_ENTRIES = 16 << 20
+# Bytes of the largest intermediate of one tile, of doubles.
+_TILE_BYTES = 128 << 20
 # Multiply-adds of a product below which float64 costs nothing worth saving.
 _SMALL_PRODUCT = 1e9
 
@@ -71,7 +72,7 @@ def column_pair_sums(first: Atoms, second: Atoms, *, same: bool = False, narrow:
     positions = 1
     if isinstance(first, FactoredAtoms) and isinstance(second, FactoredAtoms):
         positions = first.positions * second.positions
-    width = max(1, int((_TILE_ENTRIES / positions) ** 0.5))
+    width = max(1, int((work_bytes(_TILE_BYTES) / 8 / positions) ** 0.5))
     for at in _cuts(first, width):
         for to in _cuts(second, width):
             one, two = first.part(at.start, at.stop), second.part(to.start, to.stop)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.kron.workspace import work_bytes
 
 __all__ = ["assembled_kernels", "factor_kernels", "pair_squares", "safe_in_float32"]
 
-# Entries of the largest intermediate of one tile (doubles: 256 MB).
-_TILE_ENTRIES = 32 << 20
+# Bytes of the largest intermediate of one tile, of doubles.
+_TILE_BYTES = 256 << 20
 # Multiply-adds of a tile below which float64 costs nothing worth saving.
 _SMALL_TILE = 1e9
 _LARGE_KERNEL = 2e10
@@ -47,7 +48,7 @@ def _side_kernel(first: Tensor, second: Tensor) -> Tensor:
     j, d = second.shape[:2]
     out = first.new_empty(k, j, dtype=torch.float64)
     right = second.reshape(j * d, width)
-    step = max(1, _TILE_ENTRIES // max(1, c * j * d))
+    step = max(1, work_bytes(_TILE_BYTES) // 8 // max(1, c * j * d))
     for at in range(0, k, step):
         left = first[at : at + step].reshape(-1, width)
         products = (left @ right.T).double().square_()
@@ -80,7 +81,7 @@ def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:
     out = torch.empty(len(first.weights), len(second.weights), dtype=torch.float64, device=first.weights.device)
     rows_two, cols_two = second.row_factors.double(), second.col_factors.double()
     per_pair = first.columns * second.columns * first.positions * second.positions
-    step = max(1, _TILE_ENTRIES // max(1, per_pair * len(second.weights)))
+    step = max(1, work_bytes(_TILE_BYTES) // 8 // max(1, per_pair * len(second.weights)))
     for at in range(0, len(first.weights), step):
         part = first.part(at, at + step)
         row_products = torch.einsum("kctm,jdsm->kjcdts", part.row_factors.double(), rows_two)

@@ -47,6 +47,11 @@ class DenseAtoms:
         return self.grads.shape[1]
 
     @property
+    def numel(self) -> int:
+        """Numbers that the gradients consist of."""
+        return self.grads.numel()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the gradients."""
         return self.grads.numel() * self.grads.element_size()
@@ -106,6 +111,11 @@ class FactoredAtoms:
     def positions(self) -> int:
         """Positions that share the weight, such as tokens, pixels of a convolution, or uses of a tied weight."""
         return self.row_factors.shape[2]
+
+    @property
+    def numel(self) -> int:
+        """Numbers that the factors consist of."""
+        return self.row_factors.numel() + self.col_factors.numel()
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ from kronscope.gradients.matrices import LayerSpec, check_plain, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron.devices import host_if_narrow
+from kronscope.kron.workspace import work_bytes
 from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Recorder"]
@@ -30,8 +31,8 @@ BACKENDS = ("auto", "hooks", "func")
 FORMS = ("auto", "factored", "dense")
 _BLOWN_UP_RATIO = 8
 _BLOWN_UP_BYTES = 4 << 20
-# Entries of the outputs that are looked at together.
-_OUTPUT_ENTRIES = 8 << 20
+# Bytes of the outputs, in float64, that are looked at together.
+_OUTPUT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Recorder:
 
         def own() -> tuple[Tensor]:
             for batch in self._batches:
-                step = max(1, _OUTPUT_ENTRIES // max(1, math.prod(self._routes.outputs[1:])))
+                step = max(1, work_bytes(_OUTPUT_BYTES) // 8 // max(1, math.prod(self._routes.outputs[1:])))
                 for start in range(0, batch.size, step):
                     chunk = batch.take(slice(start, min(start + step, batch.size))).to(self._device)
                     with untouched(self._model, self._parameters.values()), torch.no_grad():
