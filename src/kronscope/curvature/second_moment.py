@@ -502,7 +502,7 @@ class SecondMoment:
         return Middles(self.stream.keep_bytes // 4 if self.stream.in_memory else 0)
 
     def ready_chunks(self) -> list[Atoms] | None:
-        """This process's chunks in the form and type that contractions are done in, if they are in memory; else None."""
+        """This process's chunks in the form and type of contractions, if they are in memory; else None."""
         if not self.stream.in_memory:
             return None
         return [atoms if self._in_float32() else atoms.wide() for atoms in self._chunks()]

@@ -210,7 +210,8 @@ class RandomColumns:
 
         def slope(side: int) -> Slope:
             facing, same = mine[1 - side], others[side]
-            assert facing is not None and same is not None
+            assert facing is not None
+            assert same is not None
 
             def at(vectors: Tensor | None = None) -> Tensor:
                 if vectors is None:

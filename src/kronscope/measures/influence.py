@@ -139,9 +139,7 @@ def reduced_factors(stream: GradientStream) -> tuple[Spanned, Spanned] | None:
     return found[0], found[1]
 
 
-def _reduced_terms(
-    stream: GradientStream, fitted: tuple[Spanned, Spanned], slopes: tuple[Slope, Slope]
-) -> Tensor:
+def _reduced_terms(stream: GradientStream, fitted: tuple[Spanned, Spanned], slopes: tuple[Slope, Slope]) -> Tensor:
     """What :func:`_kfac_terms` returns, from the slopes between the vectors that the factors consist of."""
     numbers = torch.cat([atoms.samples for atoms in stream])
     terms = torch.zeros(stream.num_samples, stream.columns, dtype=torch.float64)

@@ -22,7 +22,8 @@ from kronscope.gradients import GradientStream, LayerSpec, Recorder, resolve_lay
 from kronscope.gradients.guard import RandomStates, generators_of
 from kronscope.gradients.losses import LossFunction, read_loss
 from kronscope.kron.precision import exact_products
-from kronscope.measures.budget import affordable, size_text, sweeps
+from kronscope.kron.workspace import limited_workspace
+from kronscope.measures.budget import affordable, size_text, spare_bytes, sweeps
 from kronscope.measures.columns import TRUTHS, CallColumns, ColumnRequest, TruthColumns
 from kronscope.measures.curves import batch_size_curve, exponent_curve, kronecker_spectrum
 from kronscope.measures.estimated_curves import estimated_batch_sizes, estimated_exponents
@@ -119,7 +120,7 @@ def _recording(
     states = RandomStates(generators_of(data))
     try:
         shown = progress and processes.rank == 0
-        with Bar(shown) as bar, exact_products(), same_model(processes, model, asked):
+        with Bar(shown) as bar, exact_products(), limited_workspace(budget // 16), same_model(processes, model, asked):
             was_training = any(module.training for module in model.modules())
             with processes.failing_together():
                 specs = measurement.leave_out(specs)
@@ -322,8 +323,14 @@ class Measurement:
         sizes: dict[str, int] = {}
         for plan in (plan for each in wanted for plan in each.plan(recorder) if plan.name in layers):
             sizes[plan.name] = sizes.get(plan.name, 0) + plan.bytes
-        for names, cache in sweeps(sizes, recorder.most_samples, self.budget):
+        spare = spare_bytes([spec.shape for spec in recorder.specs if spec.name in layers], self.budget)
+        # halves of random columns, and halves of these, are copies
+        copies = 1.5 if truth.mixed else 0.0
+        for names, cache in sweeps(sizes, recorder.most_samples, spare // 2, copies):
             captured = self._capture(recorder, wanted, names, bar, cache=cache)
+            # layers are measured one after the other, and what was formed of one goes with it
+            for stream in (stream for streams in captured.values() for stream in streams.values()):
+                stream.keep_bytes = spare // (2 * max(2, len(wanted)))
             bar.begin("measuring", len(names) * sum(record.units + len(self.options.operators) for record in self.fits))
             for name in names:
                 self._measure_layer(name, {each: streams.pop(name) for each, streams in captured.items()}, bar)
@@ -346,11 +353,6 @@ class Measurement:
             what = f"of {len(names)} layer{'s' * (len(names) > 1)}" if not captured else f"with {each.labels} labels"
             bar.begin(f"gradients {what}", recorder.own_samples)
             captured[each] = each.streams(recorder, names, cache=cache)
-        # layers are measured one after the other, and what was formed of one goes with it
-        keep = self.budget // (2 * max(2, len(wanted)))
-        for streams in captured.values():
-            for stream in streams.values():
-                stream.keep_bytes = keep
         return captured
 
     def _measure_layer(self, name: str, captured: Mapping[ColumnRequest, GradientStream], bar: Bar) -> None:

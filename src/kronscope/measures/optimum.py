@@ -41,9 +41,7 @@ def independent_optimum(parts: Sequence[SecondMoment], start: Tensor, side: int,
     return KroneckerProduct(kept, other) if side == 0 else KroneckerProduct(other, kept)
 
 
-def _by_contractions(
-    parts: Sequence[SecondMoment], kept: Tensor, side: int, tolerance: float
-) -> tuple[Tensor, Tensor]:
+def _by_contractions(parts: Sequence[SecondMoment], kept: Tensor, side: int, tolerance: float) -> tuple[Tensor, Tensor]:
     """The plain iteration, which any gradients can have; both factors."""
     one, two = parts
     there = [part.right if side == 0 else part.left for part in parts]

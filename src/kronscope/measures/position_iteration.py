@@ -9,15 +9,15 @@ iteration goes on with is then always of the form :math:`R = \sum_i A_i^\top S_i
           + (1 \leftrightarrow 2), \qquad P_i = \sum_j A_i A_j^\top S_j A_j A_i^\top , \qquad
           \|R\|_F^2 = \sum_i \langle S_i, P_i\rangle .
 
-Both sums may be taken through the matrices in the layer's dimensions, or through the products :math:`B_{1ic}B_{2jd}^\top`
-and :math:`A_iA_j^\top` over pairs of samples, formed once: where there are few positions beside the dimensions, that is
-far less.
+Both sums may be taken through the matrices in the layer's dimensions, or through the products
+:math:`B_{1ic}B_{2jd}^\top` and :math:`A_iA_j^\top` over pairs of samples, formed once: where there are few positions
+beside the dimensions, that is far less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,8 @@ class State:
 
     def distance(self, other: State) -> float:
         """The distance between the factors of two states."""
-        assert self.inner is not None and other.inner is not None
+        assert self.inner is not None
+        assert other.inner is not None
         square = ((self.inner - other.inner) * (self.products - other.products)).sum(dtype=torch.float64)
         return math.sqrt(max(float(square), 0.0))
 
@@ -131,11 +132,12 @@ class PositionIteration:
         """The shared side's factor and the other one's, which both estimates give together."""
         assert state.inner is not None
         kept = self._expanded(state.inner)
-        total = 0.0 * torch.zeros(1, dtype=torch.float64)
-        for chunk, at in self._located():
-            for side in chunk.sides:
-                total = total.to(side.device) + positions_gram(side, state.products[at, None], chunk.weights).double() / 2
-        return kept, total
+        other = _summed(
+            positions_gram(side, state.products[at, None], chunk.weights).double() / 2
+            for chunk, at in self._located()
+            for side in chunk.sides
+        )
+        return kept, other
 
     def _located(self) -> list[tuple[_Chunk, slice]]:
         starts = [0]
@@ -145,8 +147,7 @@ class PositionIteration:
 
     def _expanded(self, inner: Tensor) -> Tensor:
         """R from S."""
-        grams = [positions_gram(chunk.shared, inner[at, None]).double() for chunk, at in self._located()]
-        return torch.stack(grams).sum(0) if len(grams) > 1 else grams[0]
+        return _summed(positions_gram(chunk.shared, inner[at, None]).double() for chunk, at in self._located())
 
     def _through_shared(self, inner: Tensor) -> Tensor:
         """P from S."""
@@ -182,15 +183,23 @@ class PositionIteration:
     def _through_matrices(self, products: Tensor) -> Tensor:
         matrices = []
         for part in (1, 0):
-            total: Tensor | float = 0.0
-            for chunk, at in self._located():
-                total = total + positions_gram(chunk.sides[part], products[at, None], chunk.weights)
-            matrices.append(total)
+            grams = (
+                positions_gram(chunk.sides[part], products[at, None], chunk.weights) for chunk, at in self._located()
+            )
+            matrices.append(_summed(grams))
         found = []
         for chunk, _ in self._located():
             both = [position_products(chunk.sides[part], matrices[part]).sum(1) for part in (0, 1)]
             found.append((both[0] + both[1]) * chunk.weights.to(both[0])[:, None, None])
         return torch.cat(found)
+
+
+def _summed(matrices: Iterator[Tensor]) -> Tensor:
+    """Add up, one after the other."""
+    total = next(matrices)
+    for matrix in matrices:
+        total = total + matrix
+    return total
 
 
 def _pair_products(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

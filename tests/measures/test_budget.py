@@ -1,0 +1,96 @@
+"""How much memory measuring may take, and what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kronscope as ks
+from kronscope.kron.workspace import limited_workspace, work_bytes
+from kronscope.measures.budget import container_limit, layer_bytes, parse_budget, spare_bytes, sweeps
+
+GIB = 1 << 30
+
+
+def groups(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="ascii")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/", {"memory.max": str(2 * GIB)}, 2 * GIB),
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/a/b", {"a/memory.max": str(GIB), "a/b/memory.max": str(3 * GIB)}, GIB),
+        ("4:cpu,memory:/docker/x", {"memory/memory.limit_in_bytes": str(5 * GIB)}, 5 * GIB),
+        ("4:memory:/x", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/x/y": "1"}, None),
+        ("0::/../../gone", {}, None),
+        ("nonsense", {"memory.max": "-3"}, None),
+    ],
+)
+def test_the_limit_of_a_container_is_found(tmp_path: Path, own: str, files: dict[str, str], limit: int | None) -> None:
+    root = groups(tmp_path / "cgroup", files)
+    (tmp_path / "own").write_text(own + "\n", encoding="ascii")
+    assert container_limit(root, tmp_path / "own") == limit
+    assert container_limit(root, tmp_path / "missing") in (limit, None)
+
+
+def test_the_default_budget_is_a_third_of_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kronscope.measures.budget.container_limit", lambda: 3 * 100 << 20)
+    assert parse_budget(None) == 100 << 20
+    monkeypatch.setattr("kronscope.measures.budget.container_limit", lambda: None)
+    assert 100 << 20 < parse_budget(None) <= 8 * GIB
+
+
+def test_copies_of_one_layer_at_a_time_count_beside_the_atoms_of_all() -> None:
+    sizes = {"a": 10, "b": 10, "c": 10}
+    assert list(sweeps(sizes, 1, 30)) == [(["a", "b", "c"], True)]
+    assert list(sweeps(sizes, 1, 30, copies=1.0)) == [(["a", "b"], True), (["c"], True)]
+    assert list(sweeps(sizes, 1, 15, copies=1.0)) == [(["a"], False), (["b"], False), (["c"], False)]
+
+
+def test_what_factors_take_is_not_given_to_gradients() -> None:
+    assert spare_bytes([(512, 512)], 1 << 28) == (1 << 28) - layer_bytes((512, 512))
+    assert spare_bytes([(512, 512)], layer_bytes((512, 512))) == layer_bytes((512, 512)) // 8
+
+
+def test_a_limit_of_temporaries_ends_with_its_block() -> None:
+    with limited_workspace(1 << 22):
+        assert work_bytes(1 << 27) == 1 << 22
+        with limited_workspace(1):
+            assert work_bytes(1 << 27) == 1 << 20  # less would be products of single numbers
+    assert work_bytes(1 << 27) == 1 << 27
+
+
+@pytest.mark.parametrize("kind", ["tokens", "convolution", "random columns"])
+def test_a_small_budget_changes_no_number(kind: str) -> None:
+    """Temporaries are cut smaller, layers take turns, gradients are captured again: the sums are the same."""
+    torch.manual_seed(0)
+    model: nn.Module
+    options: dict[str, int] = {}
+    if kind == "convolution":
+        model = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 30, 3), nn.Flatten(), nn.LazyLinear(5))
+        data = [(torch.randn(40, 3, 12, 12), torch.randint(5, (40,)))]
+        model(data[0][0])
+    elif kind == "tokens":
+        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Flatten(), nn.Linear(480, 5))
+        data = [(torch.randn(40, 12, 24), torch.randint(5, (40,)))]
+    else:
+        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 60))
+        data = [(torch.randn(40, 24), torch.randint(60, (40,)))]
+        options = {"max_columns": 16}
+    layers = ["0.weight", "2.weight"]
+    loss = nn.CrossEntropyLoss()
+    much = ks.measure(model, loss, data, layers, progress=False, **options)
+    # hardly more than the factors of the larger layer take
+    little = 1.3 * max(layer_bytes((row.rows, row.cols)) for row in much)
+    few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), **options)
+    for row, other in zip(much, few, strict=True):
+        assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if options else 1e-10)
