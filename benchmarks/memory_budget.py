@@ -88,12 +88,12 @@ CASES: dict[str, tuple[int, Callable[[], Case]]] = {
     "1 x 1": (16, lambda: linear(1, 1, 256)),
     "16 x 16": (16, lambda: linear(16, 16, 256)),
     "64 x 512": (64, lambda: linear(64, 512, 512)),
-    "512 x 512": (128, lambda: linear(512, 512, 256)),
-    "1024 x 256": (256, lambda: linear(1024, 256, 256)),
-    "4096 x 1024": (2048, lambda: linear(4096, 1024, 64)),
-    "convolutions": (256, lambda: convolution(64)),
-    "language model": (256, lambda: language(2000, 64, 16, 64)),
-    "wider language model": (512, lambda: language(8000, 192, 16, 64)),
+    "512 x 512": (128, lambda: linear(512, 512, 128)),
+    "1024 x 256": (256, lambda: linear(1024, 256, 128)),
+    "4096 x 1024": (2048, lambda: linear(4096, 1024, 16, 4)),
+    "convolutions": (128, lambda: convolution(16)),
+    "language model": (64, lambda: language(1000, 32, 8, 32)),
+    "wider language model": (256, lambda: language(4000, 96, 8, 64)),
 }
 
 
@@ -174,13 +174,13 @@ def main() -> None:
         done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True)
         known[name] = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(known[name]), flush=True)
-    content = {
-        "command": "python benchmarks/memory_budget.py",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cases": known,
-    }
-    args.record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        content = {
+            "command": "python benchmarks/memory_budget.py",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cases": known,
+        }
+        args.record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

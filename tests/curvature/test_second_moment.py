@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kronscope as ks
 from kronscope.curvature import FormPlan, SecondMoment, chunks, pairs, second_moment
-from kronscope.errors import MemoryBudgetError, ShapeError
+from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients import stream as streams_module
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -327,3 +328,44 @@ def test_a_dense_matrix_that_is_too_large_is_refused() -> None:
 
 def weights_of(stream: GradientStream) -> Tensor:
     return torch.cat([chunk.weights for chunk in stream])
+
+
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("scale", [1e90, 1e-90])
+def test_gradients_beyond_the_range_of_float64_are_refused_in_words(scale: float, factored: bool) -> None:
+    """Their fourth powers are infinite or zero, and a cosine of them read 1.0, NaN or an IndexError."""
+    torch.manual_seed(0)
+    if factored:
+        stream = ks.GradientStream.from_factors(
+            scale * torch.randn(10, 2, 3, dtype=torch.float64), torch.randn(10, 2, 4, dtype=torch.float64)
+        )
+    else:
+        stream = ks.GradientStream.from_tensors(scale * torch.randn(10, 3, 4, dtype=torch.float64))
+    with pytest.raises(DataError, match="multiply the loss"):
+        ks.SecondMoment(stream).norm()
+    for name in ("optimal", "shampoo2", "shampoo", "identity"):
+        with pytest.raises(DataError, match="multiply the loss"):
+            ks.cosine(ks.SecondMoment(stream), ks.approx.get(name).fit(stream))
+
+
+def test_a_model_beyond_the_range_of_float64_gets_rows_that_say_so() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3, dtype=torch.float64)
+    data = [(torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, 3, dtype=torch.float64))]
+    small = ks.measure(_scaled_outputs(model, 1e-90), torch.nn.MSELoss(), data, progress=False)
+    assert all("multiply the loss" in row.note and row.cosine != row.cosine for row in small)
+
+
+def _scaled_outputs(model: torch.nn.Module, scale: float) -> torch.nn.Module:
+    """The model with outputs times a number."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs: torch.Tensor = self.inner(inputs) * scale
+            return outputs
+
+    return Scaled()

@@ -74,7 +74,7 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
     """Temporaries are cut smaller, layers take turns, gradients are captured again: the sums are the same."""
     torch.manual_seed(0)
     model: nn.Module
-    options: dict[str, int] = {}
+    columns: int | None = None
     if kind == "convolution":
         model = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 30, 3), nn.Flatten(), nn.LazyLinear(5))
         data = [(torch.randn(40, 3, 12, 12), torch.randint(5, (40,)))]
@@ -85,12 +85,12 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
     else:
         model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 60))
         data = [(torch.randn(40, 24), torch.randint(60, (40,)))]
-        options = {"max_columns": 16}
+        columns = 16
     layers = ["0.weight", "2.weight"]
     loss = nn.CrossEntropyLoss()
-    much = ks.measure(model, loss, data, layers, progress=False, **options)
+    much = ks.measure(model, loss, data, layers, progress=False, max_columns=columns)
     # hardly more than the factors of the larger layer take
     little = 1.3 * max(layer_bytes((row.rows, row.cols)) for row in much)
-    few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), **options)
+    few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), max_columns=columns)
     for row, other in zip(much, few, strict=True):
-        assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if options else 1e-10)
+        assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if columns else 1e-10)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kronscope.curvature import FormPlan, SecondMoment, Spanned
+from kronscope.curvature import FormPlan, SecondMoment
+from kronscope.curvature.middles import Spanned
 from kronscope.gradients import GradientStream
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.measures.optimum import _by_contractions, _by_positions, _unit

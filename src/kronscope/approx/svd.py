@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kronscope.curvature import SecondMoment
-from kronscope.errors import ConvergenceError
+from kronscope.curvature.second_moment import out_of_range
+from kronscope.errors import ConvergenceError, DataError
 from kronscope.kron.workspace import work_bytes
 
 __all__ = ["SingularTriples", "singular_triples"]
@@ -29,6 +30,8 @@ _BASIS_BYTES = 2 << 30
 _DROP = 1e-12
 # An image this small, relative to the largest, is rounding: the map has no further singular values there.
 _FLOOR = 1e-13
+# Beyond this the squares of an image's entries leave the range of float64.
+_SMALLEST = 1e-145
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def singular_triples(
 
     Raises:
         ConvergenceError: the tolerance was not reached.
+        DataError: the gradients are so large or small that float64 does not hold their fourth powers.
 
     >>> import torch, kronscope as ks
     >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
@@ -161,7 +165,7 @@ def _in_matrix_space(
     if not antisymmetric:
         first[0] = torch.eye(n, dtype=torch.float64) if start is None else start
     # ‖Ĥ vec I‖ lies between the largest singular value and √n times it
-    scale = float(torch.linalg.matrix_norm(moment.left()))
+    scale = _in_range(float(torch.linalg.matrix_norm(moment.left())), moment)
     most = work_bytes(_BASIS_BYTES) // (8 * (m * m + n * n))
     found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale, most)
     if not len(found):
@@ -197,7 +201,7 @@ def _in_kernel_space(
     # right(I) is the first image that lies in the span; its coefficients are w times the squared norms of the rows
     first = (weights * _row_traces(moment))[None]
     image = problem.forward(first / _norm(first, problem.inner_right))
-    scale = _norm(image, problem.inner_left)
+    scale = _in_range(_norm(image, problem.inner_left), moment)
     found, rounds = _golub_kahan(problem, first, 1, tolerance, max_rounds, scale)
     sigma, x, y, residual, rounds = _certified(problem, found, rounds, scale)
     # the matrices themselves: contractions with coefficients in the place of the weights
@@ -206,6 +210,12 @@ def _in_kernel_space(
     if float(right.diagonal().sum()) < 0:
         left, right = -left, -right
     return SingularTriples(sigma, left[None], right[None], residual, rounds)
+
+
+def _in_range(scale: float, moment: SecondMoment) -> float:
+    if not _SMALLEST < scale < 1 / _SMALLEST:
+        raise DataError(f"{out_of_range(moment.trace())}.")
+    return scale
 
 
 def _row_traces(moment: SecondMoment) -> Tensor:

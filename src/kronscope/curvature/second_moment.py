@@ -47,8 +47,18 @@ __all__ = ["SecondMoment"]
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
+# Squared norms below this have lost digits.
+_TINY = 1e-290
 
 _T = TypeVar("_T")
+
+
+def out_of_range(trace: float) -> str:
+    """What to say of gradients whose fourth powers are not numbers in float64."""
+    return (
+        f"the gradients are too large or too small to be measured (the sum of their squares is {trace:.1g}, and its "
+        "square leaves the range of float64); multiply the loss by a number that brings them near one"
+    )
 
 
 class SecondMoment:
@@ -90,7 +100,11 @@ class SecondMoment:
         return math.sqrt(max(self.norm_squared(), 0.0))
 
     def norm_squared(self) -> float:
-        """Return the square of the Frobenius norm; where some columns are random, an unbiased estimate of it."""
+        """Return the square of the Frobenius norm; where some columns are random, an unbiased estimate of it.
+
+        Raises:
+            DataError: the gradients are so large or small that float64 does not hold their fourth powers.
+        """
 
         def compute() -> float:
             if self.stream.known.norm_squared is not None:
@@ -103,7 +117,13 @@ class SecondMoment:
                 return float(weights @ (rows * cols) @ weights)
             return float(self.pair_sums().sum())
 
-        return self._once("norm_squared", compute)
+        def checked() -> float:
+            found = compute()
+            if not _TINY < abs(found) < math.inf and self.trace() != 0:
+                raise DataError(f"{out_of_range(self.trace())}.")
+            return found
+
+        return self._once("norm_squared", checked)
 
     def pair_sums(self, groups: Tensor | None = None) -> Tensor:
         r"""Sum :math:`w_i w_j S_{ij}` over pairs of samples, by the groups the two samples belong to.

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from kronscope.approx import Approximation, KfacReduce, Optimal
-from kronscope.curvature import Matrix, SecondMoment, Spanned
+from kronscope.curvature import SecondMoment
+from kronscope.curvature.middles import Matrix, Spanned
 from kronscope.errors import DataError
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Identity, KroneckerProduct, Operator, PsdFactor
@@ -80,7 +81,7 @@ class RandomColumns:
         self._weights = truth.weights()
         sums = self._moment.distinct_sums()
         self._random_sums = sums[:, -count:]
-        self.square = float(self._weights @ sums.sum(1))
+        self.square = self._moment.norm_squared()
         self._halves = [self._part(range(start, count, 2)) for start in (0, 1)]
         self._bases = _Bases()
 

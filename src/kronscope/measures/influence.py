@@ -30,7 +30,8 @@ from kronscope.approx import (
     TensorNormal,
 )
 from kronscope.approx.kfac import summed_positions
-from kronscope.curvature import Matrix, SecondMoment, Spanned
+from kronscope.curvature import SecondMoment
+from kronscope.curvature.middles import Matrix, Spanned
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import PsdFactor

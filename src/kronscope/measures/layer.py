@@ -163,7 +163,10 @@ def _facts(
     sampled = isinstance(resampler, Resampler) and not resampler.fixed_truth
     norm = resampler.norm if isinstance(resampler, Resampler) and sampled else None
     wanted = streams.eigenvalue and not why_no_eigenvalue(streams.truth, population=sampled)
-    return matrix_facts(streams.truth, norm, eigenvalue=wanted)
+    try:
+        return matrix_facts(streams.truth, norm, eigenvalue=wanted)
+    except DataError:  # beyond the range of float64, as each row will say
+        return MatrixFacts(truth.trace(), math.nan)
 
 
 def _probed(probes: Probes, streams: LayerStreams, approximation: Approximation, stream: GradientStream) -> Estimate:
