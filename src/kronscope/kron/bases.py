@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from kronscope.errors import NonFiniteError
 from kronscope.kron.devices import on_host_if_missing, wide
-from kronscope.kron.powers import Spectrum
-from kronscope.kron.rescues import note_rescues
+from kronscope.kron.rescues import FAILURES, KEPT, RETRIED, BadAnswerError, Rescue, note_rescues
 from kronscope.kron.triangles import saves_half, symmetric_outer
 
-__all__ = ["eigenbases", "improved_basis", "orthogonal_iteration", "probe_vector"]
+__all__ = [
+    "by_reflections",
+    "decomposition_residuals",
+    "eigenbases",
+    "eigenbasis",
+    "improved_basis",
+    "orthogonal_iteration",
+    "probe_vector",
+]
+
+# The residual above which a basis is not used; float32 leaves a few 1e-6.
+_TOLERANCE = 1e-3
+# As it is, then in float64.
+_WIDTHS: tuple[Callable[[Tensor], Tensor], ...] = (lambda matrix: matrix, wide)
 
 
 def orthogonal_iteration(factors: Tensor, vectors: Tensor, rounds: int = 1) -> tuple[Tensor, Tensor]:
@@ -34,16 +45,19 @@ def orthogonal_iteration(factors: Tensor, vectors: Tensor, rounds: int = 1) -> t
 
 
 def improved_basis(factors: Tensor, vectors: Tensor, rounds: int = 1) -> Tensor:
-    """Return the vectors of :func:`orthogonal_iteration` alone, which saves a product."""
+    """Return the vectors of :func:`orthogonal_iteration` alone, which saves a product.
+
+    Where a step fails, its start stays.
+    """
     moved = factors @ vectors
     order = (vectors * moved).sum(-2).argsort(dim=-1, descending=True, stable=True)
-    vectors = _orthonormal(moved.gather(-1, order.unsqueeze(-2).expand_as(moved)))
+    vectors = _orthonormal(moved.gather(-1, order.unsqueeze(-2).expand_as(moved)), vectors)
     for _ in range(rounds - 1):
-        vectors = _orthonormal(factors @ vectors)
+        vectors = _orthonormal(factors @ vectors, vectors)
     return vectors
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
+def _orthonormal(columns: Tensor, previous: Tensor) -> Tensor:
     r"""Return :math:`Q` of the QR decompositions of matrices (B, d, d), up to the signs of its columns.
 
     Columns that are nearly orthogonal, as those of a moved eigenbasis are, need no reflections: with
@@ -51,6 +65,17 @@ def _orthonormal(columns: Tensor) -> Tensor:
     quarters of the time at size 1024 on a CPU. Where a probe finds the result
     less than orthonormal, reflections take over.
     """
+    try:
+        basis, good = _by_cholesky(columns)
+    except FAILURES:
+        basis, good = previous.clone(), [False] * len(columns)
+    for index, is_good in enumerate(good):
+        if not is_good:
+            basis[index] = by_reflections(columns[index], previous[index])
+    return basis
+
+
+def _by_cholesky(columns: Tensor) -> tuple[Tensor, list[bool]]:
     info = torch.finfo(columns.dtype)
     unit = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(info.tiny)
     # only the lower half is read
@@ -59,38 +84,112 @@ def _orthonormal(columns: Tensor) -> Tensor:
     basis: Tensor = on_host_if_missing(torch.linalg.solve_triangular, lower.mT, unit, upper=True, left=False)
     probe = probe_vector(basis)
     errors = torch.linalg.vector_norm(basis.mT @ (basis @ probe) - probe, dim=(-2, -1))
-    for index, error in enumerate(errors.tolist()):
-        if error <= 100 * info.eps:
-            continue
-        basis[index] = on_host_if_missing(torch.linalg.qr, columns[index]).Q
-    return basis
+    return basis, (errors <= 100 * info.eps).tolist()
+
+
+def by_reflections(columns: Tensor, previous: Tensor) -> Tensor:
+    """Return Q of the QR decomposition of a matrix (d, d), with a safety net.
+
+    Where it fails, or is none, float64 is tried, then the previous basis stays.
+
+    Args:
+        columns: The matrix.
+        previous: An orthonormal basis (d, d) to fall back on.
+    """
+    return _tried(_checked_qr, (with_width(columns) for with_width in _WIDTHS), previous)
+
+
+def _checked_qr(columns: Tensor) -> Tensor:
+    vectors, triangle = on_host_if_missing(torch.linalg.qr, columns)
+    # near overflow the norm of the columns is infinite
+    scale = columns.abs().amax().clamp_min(torch.finfo(columns.dtype).tiny)
+    probe = probe_vector(columns.unsqueeze(0))[0]
+    error = columns / scale @ probe - vectors @ (triangle.triu() / scale @ probe)
+    # entries of the columns are at most one, and the probe's length is
+    skewed = vectors.mT @ (vectors @ probe) - probe
+    residual = float(torch.maximum(error.norm() / math.sqrt(len(columns)), skewed.norm()))
+    if not residual <= _TOLERANCE:
+        raise BadAnswerError.of(residual)
+    return vectors  # type: ignore[no-any-return]
 
 
 def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
     """Return the eigenvectors of a stack of factors, by descending eigenvalue, with a safety net.
 
-    Where a decomposition fails, float64 is tried, then the previous basis stays.
+    Where a decomposition fails, or is none, float64 is tried, then the previous basis stays.
 
     Args:
         factors: Symmetric matrices (B, d, d).
         previous: Orthonormal bases (B, d, d) to fall back on.
     """
     try:
-        vectors: Tensor = on_host_if_missing(torch.linalg.eigh, factors).eigenvectors.flip(-1)
-        good = torch.isfinite(vectors).all(-1).all(-1)
-        if bool(good.all()):
-            return vectors
-    except LinAlgError:
-        vectors, good = previous.clone(), torch.zeros(factors.shape[0], dtype=torch.bool, device=factors.device)
-    failed = (~good).nonzero().flatten().tolist()
-    note_rescues(len(failed))
-    for index in failed:
+        values, vectors = on_host_if_missing(torch.linalg.eigh, factors)
+        residuals = decomposition_residuals(factors, values, vectors).tolist()
+        reasons: list[Exception | None] = [None if r <= _TOLERANCE else BadAnswerError.of(r) for r in residuals]
+        vectors = vectors.flip(-1)
+    except FAILURES as error:
+        vectors, reasons = previous.clone(), [error] * len(factors)
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            vectors[index] = _tried(_checked_eigh, [wide(factors[index])], previous[index], reason)
+    return vectors  # type: ignore[no-any-return]
+
+
+def eigenbasis(factor: Tensor, previous: Tensor) -> Tensor:
+    """Do the same for one factor (d, d)."""
+    return _tried(_checked_eigh, (with_width(factor) for with_width in _WIDTHS), previous)
+
+
+def _checked_eigh(factor: Tensor) -> Tensor:
+    values, vectors = on_host_if_missing(torch.linalg.eigh, factor)
+    residual = float(decomposition_residuals(factor.unsqueeze(0), values.unsqueeze(0), vectors.unsqueeze(0)))
+    if not residual <= _TOLERANCE:
+        raise BadAnswerError.of(residual)
+    return vectors.flip(-1)  # type: ignore[no-any-return]
+
+
+def _tried(
+    attempt: Callable[[Tensor], Tensor], matrices: Iterable[Tensor], previous: Tensor, reason: Exception | None = None
+) -> Tensor:
+    """Return the first attempt that works, or what there was before; whatever is not the first is noted.
+
+    Args:
+        attempt: Returns a basis, or raises one of ``FAILURES``.
+        matrices: What to try it with, in order.
+        previous: The basis to fall back on.
+        reason: Why an attempt before these failed.
+    """
+    for matrix in matrices:
         try:
-            again = Spectrum.of(wide(factors[index])).vectors.flip(-1).to(factors)
-            vectors[index] = again
-        except (LinAlgError, NonFiniteError):
-            vectors[index] = previous[index]
-    return vectors
+            found = attempt(matrix).to(previous)
+        except FAILURES as error:
+            reason = reason or error
+            continue
+        if reason is not None:
+            note_rescues(Rescue.after(RETRIED, reason))
+        return found
+    assert reason is not None
+    note_rescues(Rescue.after(KEPT, reason))
+    return previous
+
+
+def decomposition_residuals(factors: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    r"""Return how far :math:`Q, \Lambda` are from being eigendecompositions of matrices (B, d, d), by one probe: O(d²).
+
+    It is the larger one of :math:`\lVert Az - Q\Lambda Q^\top z\rVert / \lVert\Lambda\rVert` and
+    :math:`\lVert Q^\top Q z - z\rVert`, which sees errors in the null space too; NaN where there is NaN.
+
+    >>> A = torch.diag_embed(torch.tensor([[1.0, 3.0]]))
+    >>> decomposition_residuals(A, torch.tensor([[1.0, 3.0]]), torch.eye(2).unsqueeze(0))
+    tensor([0.])
+    """
+    probe = probe_vector(factors)
+    rebuilt = vectors @ (values.unsqueeze(-1) * (vectors.mT @ probe))
+    scale = torch.linalg.vector_norm(values, dim=-1).clamp_min(torch.finfo(factors.dtype).tiny)
+    errors = torch.linalg.vector_norm(factors @ probe - rebuilt, dim=(-2, -1)) / scale
+    skewed = torch.linalg.vector_norm(vectors.mT @ (vectors @ probe) - probe, dim=(-2, -1))
+    residuals: Tensor = torch.maximum(errors, skewed)
+    return residuals
 
 
 def probe_vector(factors: Tensor) -> Tensor:

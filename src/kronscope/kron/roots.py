@@ -6,18 +6,17 @@ A new solver is a frozen dataclass with the members of :class:`RootSolver`; ``kr
 from __future__ import annotations
 
 import math
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from kronscope.errors import NonFiniteError, OptionError
-from kronscope.kron.bases import eigenbases, orthogonal_iteration, probe_vector
+from kronscope.errors import OptionError
+from kronscope.kron.bases import decomposition_residuals, eigenbases, orthogonal_iteration, probe_vector
 from kronscope.kron.devices import has_float64
 from kronscope.kron.powers import Spectrum, default_cutoff
-from kronscope.kron.rescues import note_rescues
+from kronscope.kron.rescues import FAILURES, IDENTITY, KEPT, RETRIED, BadAnswerError, Rescue, note_rescues
 from kronscope.kron.solver import SOLVER_MEMBERS, Ridge, Roots, RootSolver, root_order
 
 __all__ = [
@@ -224,7 +223,9 @@ def solve_roots(
     previous: Tensor | None = None,
     warm: Tensor | None = None,
 ) -> Roots:
-    """Solve with a safety net: the solver, then float64, then the previous root, then the identity with a warning.
+    """Solve with a safety net: the solver, then a decomposition in float64, then the previous root, then the identity.
+
+    The identity comes with a warning, unless rescues are recorded.
 
     A factor of zeros has no scale; its root is that of the identity, so that a gradient arriving later is not lost.
 
@@ -236,15 +237,19 @@ def solve_roots(
         previous: Roots (B, d, d) to fall back on.
         warm: Eigenvectors (B, d, d) to start from, for solvers that can.
     """
-    size = factors.shape[-1]
     try:
         roots = solver.solve(factors, exponent, ridge, warm)
-        good = _usable(roots, solver.tolerance)
-    except (LinAlgError, NonFiniteError):
-        roots, good = None, torch.zeros(factors.shape[0], dtype=torch.bool, device=factors.device)
-    if roots is not None and bool(good.all()):
+    except FAILURES as error:
+        return _rescued(factors, exponent, ridge, None, [error] * len(factors), previous)
+    good = _usable(roots, solver.tolerance)
+    if bool(good.all()):
         return roots
-    return _rescued(factors, exponent, ridge, roots, good, previous, float(size) ** -exponent)
+    residuals = torch.where(torch.isfinite(roots.matrices.sum((-2, -1))), roots.residuals, float("nan")).tolist()
+    reasons: list[Exception | None] = [
+        None if is_good else BadAnswerError.of(residual)
+        for is_good, residual in zip(good.tolist(), residuals, strict=True)
+    ]
+    return _rescued(factors, exponent, ridge, roots, reasons, previous, is_warm=solver.is_warm)
 
 
 def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge, largest: Tensor) -> Tensor:
@@ -290,10 +295,7 @@ def root_residual(factors: Tensor, roots: Tensor, exponent: float, ridge: Ridge,
 
 
 def _from_spectrum(factors: Tensor, work: Tensor, spectrum: Spectrum, exponent: float, ridge: Ridge) -> Roots:
-    probe = probe_vector(work)
-    rebuilt = spectrum.vectors @ (spectrum.values.unsqueeze(-1) * (spectrum.vectors.mT @ probe))
-    scale = torch.linalg.vector_norm(spectrum.values, dim=-1).clamp_min(torch.finfo(work.dtype).tiny)
-    residuals = torch.linalg.vector_norm(work @ probe - rebuilt, dim=(-2, -1)) / scale
+    residuals = decomposition_residuals(work, spectrum.values, spectrum.vectors)
     values = ridge.regularised(spectrum.values, default_cutoff(factors.shape[-1], factors.dtype))
     # a factor of zeros is taken for the identity: zero roots would swallow the gradients that come before a refresh
     values = torch.where(values.amax(-1, keepdim=True) > 0, values, torch.ones_like(values))
@@ -317,43 +319,58 @@ def _rescued(
     exponent: float,
     ridge: Ridge,
     roots: Roots | None,
-    good: Tensor,
+    reasons: Sequence[Exception | None],
     previous: Tensor | None,
-    identity: float,
+    *,
+    is_warm: bool = False,
 ) -> Roots:
-    """Redo one by one what failed; each factor ends with the best root that could be had."""
+    """Redo one by one what failed; each factor ends with the best root that could be had.
+
+    Args:
+        factors: The factors.
+        exponent: The exponent.
+        ridge: The ridge.
+        roots: What the solver found, if it ended.
+        reasons: For each factor why its root is no good; None where it is.
+        previous: Roots to fall back on.
+        is_warm: The solver starts from the root before, so that it is expected to be inexact after a jump.
+    """
     count, size = factors.shape[0], factors.shape[-1]
     eye = torch.eye(size, dtype=factors.dtype, device=factors.device)
     matrices = torch.empty_like(factors) if roots is None else roots.matrices.clone()
     vectors = eye.expand(count, size, size).clone() if roots is None or roots.vectors is None else roots.vectors.clone()
-    residuals = factors.new_full((count,), float("nan")) if roots is None else roots.residuals.clone()
-    extremes = factors.new_full((count, 2), float("nan")) if roots is None else roots.extremes.clone()
-    lost = 0
-    failed = (~good).nonzero().flatten().tolist()
-    note_rescues(len(failed))
-    for index in failed:
-        try:
-            again = Eigh(float64=True).solve(factors[index : index + 1], exponent, ridge)
-            found = bool(_usable(again, Eigh().tolerance).all())
-        except (LinAlgError, NonFiniteError):
-            found = False
-        if found:
+    residuals = factors.new_zeros(count) if roots is None else roots.residuals.clone()
+    extremes = factors.new_zeros(count, 2) if roots is None else roots.extremes.clone()
+    fresh = torch.ones(count, dtype=torch.bool, device=factors.device)
+    for index, reason in enumerate(reasons):
+        if reason is None:
+            continue
+        again = _second_attempt(factors[index : index + 1], exponent, ridge)
+        if again is not None:
             assert again.vectors is not None
             matrices[index], vectors[index] = again.matrices[0], again.vectors[0]
             residuals[index], extremes[index] = again.residuals[0], again.extremes[0]
+            outcome = RETRIED
         elif previous is not None and bool(torch.isfinite(previous[index]).all()):
-            matrices[index], residuals[index] = previous[index], float("nan")
+            matrices[index], fresh[index] = previous[index], False
+            outcome = KEPT
         else:
-            matrices[index], residuals[index] = identity * eye, float("nan")
-            lost += 1
-    if lost:
-        warnings.warn(
-            f"no root of {lost} factor(s) of size {size} could be taken; the identity is used instead until the next "
-            f"refresh. Gradients that are nearly NaN or infinite, or a diverging loss, are the usual reason.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return Roots(matrices, residuals, extremes, vectors)
+            # whose residual is that of the whole, and whose eigenvalues nobody knows
+            matrices[index], vectors[index] = float(size) ** -exponent * eye, eye
+            residuals[index], extremes[index] = 1.0, 0.0
+            outcome = IDENTITY
+        expected = is_warm and outcome == RETRIED and isinstance(reason, BadAnswerError)
+        note_rescues(replace(Rescue.after(outcome, reason), is_expected=expected))
+    return Roots(matrices, residuals, extremes, vectors, fresh)
+
+
+def _second_attempt(factor: Tensor, exponent: float, ridge: Ridge) -> Roots | None:
+    """Decompose one factor (1, d, d) in float64; None if that fails too."""
+    try:
+        roots = Eigh(float64=True).solve(factor, exponent, ridge)
+    except FAILURES:
+        return None
+    return roots if bool(_usable(roots, Eigh().tolerance).all()) else None
 
 
 def _usable(roots: Roots, tolerance: float) -> Tensor:

@@ -70,12 +70,14 @@ class Roots:
         extremes: Largest and smallest regularised eigenvalue that is not zero (B, 2), before division by the trace;
             0 where the solver does not know it.
         vectors: Eigenvectors (B, d, d), or None.
+        fresh: Which of them (B,) were taken now; the others are those of before. None: all.
     """
 
     matrices: Tensor
     residuals: Tensor
     extremes: Tensor
     vectors: Tensor | None = None
+    fresh: Tensor | None = None
 
 
 @runtime_checkable

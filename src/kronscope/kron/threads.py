@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from functools import lru_cache
+from contextvars import copy_context
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -44,7 +45,8 @@ def in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
     batch = _Batch()
     futures: list[Future[T]] = []
     try:
-        futures.extend(_pool(workers).submit(batch.run, job) for job in jobs)
+        # each job in a copy of the caller's context: what is recorded there is recorded here
+        futures.extend(_pool(workers).submit(batch.run, partial(copy_context().run, job)) for job in jobs)
         # a signal that another thread received is seen only between waits
         while wait(futures, timeout=0.2).not_done:
             pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, overload
 
@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from kronscope.errors import DistributedError, NonFiniteError, StateError
 from kronscope.kron.precision import full_precision
-from kronscope.kron.rescues import rescues
+from kronscope.kron.rescues import Rescue, recorded_rescues
 from kronscope.optim.advice import default_arguments
 from kronscope.optim.apply import check_supported, finite_gradients
 from kronscope.optim.calls import PLAIN, Calls, Compiled
@@ -30,6 +30,7 @@ from kronscope.optim.loading import (
     loaded_tensors,
     on_device,
     placed,
+    replaced_options,
     warn_of_replaced,
 )
 from kronscope.optim.matching import matched
@@ -45,8 +46,11 @@ from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, add_missing, build_stacks, factor_dtype, initial_state
 from kronscope.optim.step import Portion, portions, take_step
 from kronscope.support.callers import callers_level
+from kronscope.support.signals import signals_held
 
 __all__ = ["KroneckerOptimizer"]
+
+_WARNED = " Further ones of this kind are only counted: see metrics() and diagnostics()."
 
 
 class KroneckerOptimizer(InspectedOptimizer):
@@ -74,12 +78,14 @@ class KroneckerOptimizer(InspectedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
 
+        A signal that comes meanwhile, such as that of Ctrl-C, waits until the step is whole; a second Ctrl-C does not.
+
         Args:
             closure: Reevaluates the model and returns the loss; called with gradients enabled.
 
         Raises:
             DistributedError: processes do not fit together, or one of them died or hangs.
-            StateError: an earlier step failed so, and nothing was loaded since.
+            StateError: an earlier step ended half-way, and nothing was loaded since.
             GradientError: a gradient is sparse or complex.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
@@ -112,8 +118,9 @@ class KroneckerOptimizer(InspectedOptimizer):
     def _step(self) -> None:
         if self._failure:
             raise StateError(
-                f"an earlier step failed half-way on some processes, and what they have may differ: {self._failure} "
-                f"Load a checkpoint, of model and optimizer, on all processes before the next step."
+                f"an earlier step ended half-way, so that some parameters and their state have taken it and others "
+                f"have not: {self._failure} Load a checkpoint, of model and optimizer (on all processes), before the "
+                f"next step."
             )
         self._check_plan(ask=True)
         hypers = [self._known_hyper(group) for group in self.param_groups]
@@ -121,30 +128,57 @@ class KroneckerOptimizer(InspectedOptimizer):
         active = self._active()
         if not active:
             return
-        started, before = time.perf_counter(), rescues()
-        try:
+        started = time.perf_counter()
+        with signals_held(), recorded_rescues() as rescues:
             number, roots = self._take(active, hypers)
-        except DistributedError as error:
-            self._failure = str(error)
-            raise
-        milliseconds = 1e3 * (time.perf_counter() - started)
-        self._progress = Progress(number, milliseconds, roots, rescues() - before)
+            milliseconds = 1e3 * (time.perf_counter() - started)
+            self._progress = Progress(number, milliseconds, roots, sum(rescues.counts.values()))
+            fresh = self._note(rescues.counts)
+        for rescue in fresh:
+            warnings.warn(rescue.text(self._rescues[rescue]) + _WARNED, RuntimeWarning, stacklevel=callers_level())
+
+    def _note(self, counts: Mapping[Rescue, int]) -> list[Rescue]:
+        """Add to the rescues of the run; return the kinds that are new and should be told."""
+        fresh = [rescue for rescue in counts if rescue not in self._rescues and not rescue.is_expected]
+        total = Counter(self._rescues)
+        total.update(counts)
+        self._rescues = total
+        return fresh
 
     def _take(self, active: dict[Tensor, int], hypers: list[Hyper]) -> tuple[int, int]:
-        """Take the step of some parameters; return its number, and how many roots this process took."""
-        with full_precision({param.device.type for param in active}, products=not self.fast_products):
-            self._initialise(active, hypers)
-            torch._foreach_add_([self.state[param]["step"] for param in active], 1)
-            exchange = self._placement.open(active, self.param_groups, self._apply)
-            if self._placement.sends_gradients:
-                self._step_elementwise(exchange, active, hypers)
-            number = int(self.state[next(iter(active))]["step"])
-            roots = self._step_stacks(exchange, active, hypers, number)
-            if not self._placement.sends_gradients:
+        """Take the step of some parameters; return its number, and how many roots this process took.
+
+        If it fails where nothing was changed yet, or at the first step of all of them, whose state can be made again,
+        nothing is changed. Later on that would take a copy of the whole state.
+        """
+        fresh = [param for param in active if "step" not in self.state.get(param, {})]
+        can_undo = True
+        try:
+            with full_precision({param.device.type for param in active}, products=not self.fast_products):
+                self._initialise(active, hypers)
+                exchange = self._placement.open(active, self.param_groups, self._apply, whole=len(fresh) == len(active))
+                can_undo = len(fresh) == len(active)
+                torch._foreach_add_([self.state[param]["step"] for param in active], 1)
+                number = int(self.state[next(iter(active))]["step"])
+                # what is sent is a copy, and is changed while gradients travel
+                self._step_elementwise(exchange, [param for param in active if exchange.sends(param)], active, hypers)
+                roots = self._step_stacks(exchange, active, hypers, number)
+                exchange.gather()
                 # after all that another process may fail at: parameters change together or not at all
-                self._step_elementwise(exchange, active, hypers)
-            exchange.finish()
-        return number, roots
+                can_undo = False
+                self._step_elementwise(
+                    exchange, [param for param in active if not exchange.sends(param)], active, hypers
+                )
+                exchange.finish()
+                return number, roots
+        except BaseException as error:
+            if isinstance(error, DistributedError) or not can_undo:
+                self._failure = str(error) if isinstance(error, DistributedError) else f"{error!r}."
+            else:
+                for param in fresh:
+                    self.state.pop(param, None)
+                self._stacks_for = self._updates = None
+            raise
 
     def _active(self) -> dict[Tensor, int]:
         """Return the parameters that take part in this step and their groups; none if the step is to be skipped."""
@@ -207,9 +241,12 @@ class KroneckerOptimizer(InspectedOptimizer):
                 entries.append((param, self._share(param), first[index], hypers[index]))
         self._stacks = build_stacks(entries, self.state)
 
-    def _step_elementwise(self, exchange: Exchange, active: dict[Tensor, int], hypers: list[Hyper]) -> None:
+    def _step_elementwise(
+        self, exchange: Exchange, chosen: list[Tensor], active: dict[Tensor, int], hypers: list[Hyper]
+    ) -> None:
+        elementwise = [param for param in chosen if self._layouts[param].is_elementwise]
         for index, group in enumerate(self.param_groups):
-            params = [p for p, i in active.items() if i == index and self._layouts[p].is_elementwise]
+            params = [param for param in elementwise if active[param] == index]
             parts = [(param, part) for param in params if (part := exchange.part(param)) is not None]
             if parts:
                 elementwise_step(
@@ -270,7 +307,7 @@ class KroneckerOptimizer(InspectedOptimizer):
             self._placement.check_saving()
         if self._failure:
             warnings.warn(
-                "the last step failed half-way, so this state is neither that before it nor that after it; resume from "
+                "the last step ended half-way, so this state is neither that before it nor that after it; resume from "
                 "an earlier one.",
                 RuntimeWarning,
                 stacklevel=callers_level(),
@@ -310,15 +347,17 @@ class KroneckerOptimizer(InspectedOptimizer):
         layouts = {**self._layouts, **self._found_layouts(thawed)} if thawed else self._layouts
         names = list(self._names().values())
         check_loaded(state_dict, self.param_groups, layouts, hypers, names)
-        self._thaw_loaded(thawed)
-        tensors = loaded_tensors(state_dict, self.param_groups, self._placement.unpacked)
         usual = {**default_arguments(type(self).__init__), **self.rule.fixed}
-        warn_of_replaced(self.param_groups, decoded, checked_group(usual, self.rule))
-        with hooks_off(self):
-            # torch would cast factors to the parameters' dtype
-            super().load_state_dict({**state_dict, "state": {}})
-        self.state.update(tensors)
-        self._failure, self._progress, self._updates = "", None, None
+        replaced = replaced_options(self.param_groups, decoded, checked_group(usual, self.rule))
+        with signals_held():
+            self._thaw_loaded(thawed)
+            tensors = loaded_tensors(state_dict, self.param_groups, self._placement.unpacked)
+            with hooks_off(self):
+                # torch would cast factors to the parameters' dtype
+                super().load_state_dict({**state_dict, "state": {}})
+            self.state.update(tensors)
+            self._failure, self._progress, self._updates = "", None, None
+        warn_of_replaced(replaced)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -62,10 +62,15 @@ class Diagnostics:
         rows: One per parameter that has had a gradient, and of which this process has a part (or any has, if all were
             asked).
         skipped_steps: Steps skipped because a gradient was not finite.
+        fallbacks: Roots (for SOAP: eigenbases) that this process failed to take at the first attempt, since the
+            optimizer was made.
+        lost_roots: Those of them that no attempt could take: the root before, or the identity, was used instead.
     """
 
     rows: tuple[DiagnosticsRow, ...]
     skipped_steps: int
+    fallbacks: int = 0
+    lost_roots: int = 0
 
     def __str__(self) -> str:
         """Return a table."""
@@ -82,7 +87,8 @@ class Diagnostics:
             )
             for row in self.rows
         ]
-        return table(header, lines) + f"\nskipped steps: {self.skipped_steps}"
+        failed = f"; roots taken at a second attempt: {self.fallbacks - self.lost_roots}, lost: {self.lost_roots}"
+        return table(header, lines) + f"\nskipped steps: {self.skipped_steps}" + (failed if self.fallbacks else "")
 
 
 class _Part(NamedTuple):

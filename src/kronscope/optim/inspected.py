@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor
 
 from kronscope.errors import StateError
 from kronscope.kron.operators import Operator
+from kronscope.kron.rescues import RETRIED, Rescue
 from kronscope.optim.diagnostics import Diagnostics, diagnose, fresh_products
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
@@ -23,6 +27,7 @@ class InspectedOptimizer(PlannedOptimizer):
 
     _progress: Progress | None = None
     _updates: UpdateLog | None = None
+    _rescues: Mapping[Rescue, int] = MappingProxyType({})
     metrics_every: int = 10
     """Look at updates and gradients at the first step and every so many, for :meth:`metrics`; 0 for never."""
 
@@ -119,7 +124,12 @@ class InspectedOptimizer(PlannedOptimizer):
             for hyper in (self._hyper(group),)
             for param in group["params"]
         ]
-        return diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather, quick=quick)
+        found = diagnose(entries, self.state, self.skipped_steps, self._placement, gather=gather, quick=quick)
+        return replace(found, fallbacks=sum(self._rescues.values()), lost_roots=self._lost_roots)
+
+    @property
+    def _lost_roots(self) -> int:
+        return sum(number for rescue, number in self._rescues.items() if rescue.outcome != RETRIED)
 
     def _fresh_products(self, param: Tensor) -> tuple[float, float, float]:
         """Compare a parameter's update with that of fresh roots, as far as this process has its blocks."""
@@ -135,8 +145,9 @@ class InspectedOptimizer(PlannedOptimizer):
         """Return a few numbers about the last step, for a log; of this process, and without asking any other.
 
         ``step``, ``milliseconds`` (on the host, without the closure), ``roots`` (taken by this process),
-        ``fallbacks`` (roots that the solver failed to take at the first attempt), ``skipped_steps``. Of preconditioned
-        parameters, as far as this process forms their updates, and of the last step that was looked at
+        ``fallbacks`` (roots that the solver failed to take at the first attempt); and of the whole run ``lost_roots``
+        (those that no attempt could take: the one before, or the identity, stands in) and ``skipped_steps``. Of
+        preconditioned parameters, as far as this process forms their updates, and of the last step that was looked at
         (``metrics_every``, ``measured_step``): ``update_rms`` (before the learning rate), ``cosine`` of updates
         and gradients, ``worst_cosine`` of a layer, whose name is ``worst_layer``.
 
@@ -153,7 +164,8 @@ class InspectedOptimizer(PlannedOptimizer):
         (2.0, 'weight')
         """
         done = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
-        return flat(self.skipped_steps, self._progress or Progress(done, 0.0, 0, 0), self._direction())
+        progress = self._progress or Progress(done, 0.0, 0, 0)
+        return flat(self.skipped_steps, progress, self._direction(), lost_roots=self._lost_roots)
 
     @property
     def worst_layer(self) -> str:

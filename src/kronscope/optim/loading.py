@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.options import LAYOUT_OPTIONS, OBJECTS
+from kronscope.optim.parallel.shards import is_dtensor
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype, in_form_for, initial_state
 from kronscope.support.callers import callers_level
@@ -30,6 +32,7 @@ __all__ = [
     "loaded_tensors",
     "on_device",
     "placed",
+    "replaced_options",
     "warn_of_replaced",
 ]
 
@@ -76,10 +79,10 @@ def decoded_groups(
     return found
 
 
-def warn_of_replaced(
+def replaced_options(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], usual: Mapping[str, Any]
-) -> None:
-    """Warn of options that code gave and a saved run replaces; not of those that schedulers change.
+) -> list[str]:
+    """Return in words the options that code gave and a saved run replaces; not those that schedulers change.
 
     Args:
         groups: The optimizer's groups.
@@ -95,6 +98,11 @@ def warn_of_replaced(
                 now, then, plain = group[name][1], then[1], usual[name][1]
             if name in old and now not in (then, plain):
                 found.append(f"{name}{f' of group {index}' if len(groups) > 1 else ''}: {now!r} by {then!r}")
+    return found
+
+
+def warn_of_replaced(found: Sequence[str]) -> None:
+    """Warn of what :func:`replaced_options` found; when all is loaded, in case warnings are errors."""
     if found:
         warnings.warn(
             f"loading replaced options given in code by those of the saved run, as torch.optim does: "
@@ -178,6 +186,45 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
                 f"{name} {tuple(param.shape)}: {key!r} is {found} in the saved state but {tuple(tensor.shape)} here; "
                 f"the parameter, or the blocks it is cut into, has another shape."
             )
+        if saved[key].is_floating_point() != tensor.is_floating_point() or saved[key].is_complex():
+            raise StateError(
+                f"{name}: {key!r} has dtype {saved[key].dtype} in the saved state where {tensor.dtype} belongs; the "
+                f"file is damaged or was changed. Load another checkpoint."
+            )
+    for key in wanted:
+        flaw = _flaw(key, _here(saved[key]), float(_here(saved["step"])))
+        if flaw:
+            raise StateError(
+                f"{name}: {key!r} of the saved state {flaw}: the run had diverged before it was saved, or the file is "
+                f"damaged. Nothing was changed. Load an earlier checkpoint."
+            )
+
+
+def _here(value: Tensor) -> Tensor:
+    """Return what this process has of a saved tensor."""
+    rows = getattr(value, "rows", None)
+    if isinstance(rows, Tensor):
+        return rows
+    return value.to_local() if is_dtensor(value) else value
+
+
+def _flaw(key: str, value: Tensor, step: float) -> str:
+    """Say what no state of ours has in a tensor of this name; empty if nothing."""
+    name = key.rsplit(".", maxsplit=1)[-1]
+    if name == "step":
+        return "" if 0 <= step < math.inf and step == int(step) else f"is {step:g}"
+    if not value.numel():
+        return ""
+    if name in ("phase", "refreshed"):
+        least, most = (int(end) for end in value.aminmax())
+        return "is negative" if least < 0 else "is ahead of the step" if name == "refreshed" and most > step else ""
+    if name == "spectrum":
+        # beside the trace, a root that failed may have left NaN in older versions
+        value = value[..., 0]
+    # a sum is quicker than looking at every entry, but may itself overflow
+    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+        return "contains NaN or infinity"
+    return "is negative in places" if name in ("exp_avg_sq", "graft_sq") and float(value.amin()) < 0 else ""
 
 
 def loaded_tensors(

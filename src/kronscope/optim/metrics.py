@@ -105,7 +105,9 @@ class UpdateLog:
         )
 
 
-def flat(skipped_steps: int, progress: Progress, direction: Direction | None) -> dict[str, float]:
+def flat(
+    skipped_steps: int, progress: Progress, direction: Direction | None, *, lost_roots: int = 0
+) -> dict[str, float]:
     """Return one dictionary of floats, with the same names always; NaN where nothing was measured.
 
     >>> found = flat(2, Progress(0, 0.0, 0, 0), None)
@@ -115,6 +117,7 @@ def flat(skipped_steps: int, progress: Progress, direction: Direction | None) ->
     seen = direction or Direction(0, math.nan, math.nan, math.nan, "")
     return {
         "skipped_steps": float(skipped_steps),
+        "lost_roots": float(lost_roots),
         **{name: float(value) for name, value in progress._asdict().items()},
         "measured_step": float(seen.step),
         "update_rms": seen.rms,

@@ -135,7 +135,8 @@ def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: i
     if residuals is None:
         return index
     assert isinstance(hyper.refresh, Adaptive)
-    return index[(residuals > hyper.refresh.tolerance).cpu()]
+    # NaN counts as stale: such a root must be taken anew
+    return index[~(residuals <= hyper.refresh.tolerance).cpu()]
 
 
 def residuals_to_check(state: Tensors, mode: int, rows: Tensor | slice, hyper: Hyper, step: int) -> Tensor | None:

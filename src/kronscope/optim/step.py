@@ -293,7 +293,7 @@ def decide(work: Sequence[Portion]) -> None:
             places.setdefault(portion.kind[1], []).append(portion)
     for portions_there in places.values():
         stale = [
-            residuals > portion.hyper.refresh.tolerance
+            ~(residuals <= portion.hyper.refresh.tolerance)
             for portion in portions_there
             if isinstance(portion.hyper.refresh, Adaptive)
             for residuals in portion.looks

@@ -64,7 +64,9 @@ class Copied(Whole):
         """
         return self._agreement.on_gradients(params, finite, lambda param: True)
 
-    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
+    def open(
+        self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply, *, whole: bool = False
+    ) -> LocalExchange:
         """Begin a step; parameters step when all roots are there, so that none does if a process fails to send its."""
         return LocalExchange(active, groups, apply, at_once=False)
 

@@ -40,7 +40,6 @@ class Distributed:
     """
 
     roots = LocalRoots()
-    sends_gradients = True
 
     def __init__(self, group: dist.ProcessGroup, *, saves_parts: bool = True) -> None:
         self.group, self._saves_parts = group, saves_parts
@@ -112,15 +111,17 @@ class Distributed:
         """
         return self._agreement.on_gradients(params, finite, lambda param: self.division.cuts[param] is None)
 
-    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> Exchange:
+    def open(
+        self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply, *, whole: bool = False
+    ) -> Exchange:
         """Begin a step: gradients of sharded parameters start to travel."""
         # all processes must go through the parameters in the same order
         params = tuple(param for param in self.ranges if param in active)
         if params not in self._plans:
-            whole = [param for param in params if self.division.cuts[param] is None]
+            uncut = [param for param in params if self.division.cuts[param] is None]
             cut = [param for param in params if param in self.division.views]
             self._plans[params] = (
-                segments_of(whole, self.division.layouts, self.ranges),
+                segments_of(uncut, self.division.layouts, self.ranges),
                 routes_of(cut, self.division.layouts, self.division.views, self.ranges, self.rank, self.size),
             )
         buffers, routes = self._plans[params]
@@ -255,6 +256,13 @@ class _Both:
     def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
         for exchange in (self._sharded, self._replicated):
             exchange.put([(member, update) for member, update in updates if self._of(member.param) is exchange])
+
+    def sends(self, param: Tensor) -> bool:
+        return param in self._whole
+
+    def gather(self) -> None:
+        self._sharded.gather()
+        self._replicated.gather()
 
     def finish(self) -> None:
         self._sharded.finish()

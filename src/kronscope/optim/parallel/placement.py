@@ -46,8 +46,16 @@ class Exchange(Protocol):
         """Take the updates of the same blocks, of some members; called from any thread."""
         ...
 
+    def sends(self, param: Tensor) -> bool:
+        """Whether what :meth:`part` returns is a copy, which :meth:`gather` sends to the other processes."""
+        ...
+
+    def gather(self) -> None:
+        """Get from other processes what :meth:`finish` needs; changes no parameter."""
+        ...
+
     def finish(self) -> None:
-        """Change the parameters, on every process alike."""
+        """Change the parameters, on every process alike; asks nobody."""
         ...
 
 
@@ -62,11 +70,6 @@ class Placement(Protocol):
     @property
     def roots(self) -> RootTaker:
         """Who takes the roots that are due in a step."""
-        ...
-
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients travel when a step begins, so that elementwise work is best done meanwhile."""
         ...
 
     def compare(self, groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
@@ -108,13 +111,16 @@ class Placement(Protocol):
         """
         ...
 
-    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> Exchange:
+    def open(
+        self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply, *, whole: bool = False
+    ) -> Exchange:
         """Begin a step.
 
         Args:
             active: The parameters that take part, and their groups.
             groups: All parameter groups.
             apply: Changes parameters.
+            whole: Change no parameter before all updates are there.
         """
         ...
 

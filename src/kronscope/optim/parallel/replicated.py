@@ -118,6 +118,7 @@ class ReplicatedExchange:
         self._mine: dict[Kind, Tensor] = {}
         self._work: dict[tuple[Tensor, int | None], tuple[Tensor, Tensor]] = {}
         self._updates: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._arrived: list[tuple[Segment, Tensor]] = []
         for (dtype, device), by_process in buffers.items():
             segments = by_process[self._rank]
             flat = torch.empty(segments[-1].stop if segments else 0, dtype=dtype, device=device)
@@ -145,15 +146,17 @@ class ReplicatedExchange:
         self._updates += [change for change in changes if change[1].device.type != "cpu"]
         apply_by_group(now, self._active, self._groups, self._apply)
 
-    def finish(self) -> None:
-        """Step, gather what the others did, and then write it all."""
+    def gather(self) -> None:
+        """Step in the buffer, and gather what the others did."""
         apply_by_group(self._updates, self._active, self._groups, self._apply)
-        arrived: list[tuple[Segment, Tensor]] = []
         for kind, by_process in self._buffers.items():
             sizes = [segments[-1].stop if segments else 0 for segments in by_process]
             what = "gathering the changed parameters"
             flats = gather_flat(self._mine[kind], sizes, self._group, what, padded=is_even(sizes))
             for flat, segments in zip(flats, by_process, strict=True):
-                arrived += [(segment, flat) for segment in segments]
-        for segment, flat in arrived:
+                self._arrived += [(segment, flat) for segment in segments]
+
+    def finish(self) -> None:
+        """Write what was gathered."""
+        for segment, flat in self._arrived:
             segment.write(local_tensor(segment.param), segment.shaped(flat))

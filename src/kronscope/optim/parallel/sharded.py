@@ -193,6 +193,7 @@ class ShardedExchange:
         self._routes, self._group, self._active, self._groups, self._apply = routes, group, active, groups, apply
         self._grads: dict[tuple[Tensor, int], Tensor] | None = None
         self._updates: dict[tuple[Tensor, int], Tensor] = {}
+        self._arrived: dict[Tensor, Tensor] = {}
         parts = {param: self._part(param) for param in routes.params}
         self._wait = self._start(
             routes.gradients,
@@ -231,22 +232,24 @@ class ShardedExchange:
         """Keep the updates until all are there."""
         self._updates.update({(member.param, member.tile_index): update for member, update in updates})
 
-    def finish(self) -> None:
-        """Send the updates to where the parameters are, and step."""
+    def gather(self) -> None:
+        """Send the updates to where the parameters are."""
         wait = self._start(
             self._routes.updates,
             lambda piece: self._updates[piece.param, piece.tile][piece.block][piece.in_block],
             {param: (factor_dtype(param), param.device) for param in self._routes.params},
             "sending updates to the holders of parameters",
         )
-        updates: dict[Tensor, Tensor] = {}
         for piece, values in wait():
-            if piece.param not in updates:
-                updates[piece.param] = values.new_empty(self._routes.part_view(piece.param))
-            target = updates[piece.param][piece.in_part]
+            if piece.param not in self._arrived:
+                self._arrived[piece.param] = values.new_empty(self._routes.part_view(piece.param))
+            target = self._arrived[piece.param][piece.in_part]
             target.copy_(values.view(target.shape))
-        parts = {param: local_tensor(param) for param in updates}
-        changes = [(param, part, updates[param].view(part.shape)) for param, part in parts.items()]
+
+    def finish(self) -> None:
+        """Step with the updates that arrived."""
+        parts = {param: local_tensor(param) for param in self._arrived}
+        changes = [(param, part, self._arrived[param].view(part.shape)) for param, part in parts.items()]
         apply_by_group(changes, self._active, self._groups, self._apply)
 
     def _start(

@@ -21,8 +21,6 @@ __all__ = ["LocalExchange", "SingleProcess", "Whole"]
 class Whole:
     """What placements have in common in which every process keeps the whole state; to be derived from."""
 
-    sends_gradients = False
-
     @property
     def ranges(self) -> Ranges:
         """Nothing is divided."""
@@ -87,9 +85,11 @@ class SingleProcess(Whole):
         if ranges:
             raise StateError("a process that shared its work with others was copied to one that is on its own.")
 
-    def open(self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply) -> LocalExchange:
-        """Begin a step; nothing can fail that another process does, so parameters step as updates come."""
-        return LocalExchange(active, groups, apply, at_once=True)
+    def open(
+        self, active: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], apply: Apply, *, whole: bool = False
+    ) -> LocalExchange:
+        """Begin a step; nothing can fail that another process does, so parameters may step as updates come."""
+        return LocalExchange(active, groups, apply, at_once=not whole)
 
     def agreed(self, params: Sequence[Tensor], finite: Mapping[Tensor, bool]) -> dict[Tensor, bool]:
         """Return the answer of this process."""
@@ -128,6 +128,13 @@ class LocalExchange:
         param = member.param
         assert param.grad is not None
         return member.blocks(prepared_gradient(param, param.grad, self._groups[self._active[param]]))
+
+    def sends(self, param: Tensor) -> bool:
+        """Return False: nothing is sent."""
+        return False
+
+    def gather(self) -> None:
+        """Do nothing: everything is here."""
 
     def put(self, updates: Sequence[tuple[Member, Tensor]]) -> None:
         """Keep the updates until all are there, or step at once; an accelerator with as few calls as fit its memory."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from kronscope.errors import OptionError
 from kronscope.kron.devices import wide
 from kronscope.kron.operators import EigenbasisDiagonal, Operator
+from kronscope.kron.rescues import FAILURES
 from kronscope.kron.roots import Eigh, RootSolver, WarmQR
 from kronscope.kron.triangles import unpack
 from kronscope.optim.block_math import batched_times, identity_like, kronecker, short_first
@@ -165,7 +166,10 @@ class EigenbasisRule(Rule):
             values = (basis * (factors @ basis)).sum(-2)
             values = wide(values).clamp_min(0)
         else:
-            values = torch.linalg.eigvalsh(wide(factors) / hyper.correction2(step)).clamp_min(0)
+            try:
+                values = torch.linalg.eigvalsh(wide(factors) / hyper.correction2(step)).clamp_min(0)
+            except FAILURES:
+                return factors.new_full(factors.shape[:1], math.nan)
         positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))
         conditions: Tensor = values.amax(-1) / positive.amin(-1)
         return conditions

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kronscope.errors import OptionError
-from kronscope.kron.devices import on_host_if_missing
+from kronscope.kron.bases import by_reflections, eigenbasis
 from kronscope.kron.triangles import unpack
 from kronscope.optim.apply import apply_updates
 from kronscope.optim.block_math import batched_times, short_first
@@ -118,12 +118,11 @@ class PublishedSoapRule(EigenbasisRule):
 def _new_basis(factors: Tensor, old: Tensor, second: Tensor, mode: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the new bases, and the second moment permuted into the order of their eigenvalues."""
     if step == 1:
-        return torch.stack(
-            [on_host_if_missing(torch.linalg.eigh, factor).eigenvectors.flip(1) for factor in factors]
-        ), second
+        return torch.stack([eigenbasis(*pair) for pair in zip(factors, old, strict=True)]), second
     bases, moments = [], []
     for factor, basis, moment in zip(factors, old, second, strict=True):
         order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
         moments.append(moment.index_select(mode, order))
-        bases.append(on_host_if_missing(torch.linalg.qr, factor @ basis[:, order]).Q)
+        # where it fails, the basis of before stays, in this order
+        bases.append(by_reflections(factor @ basis[:, order], basis[:, order]))
     return torch.stack(bases), torch.stack(moments)

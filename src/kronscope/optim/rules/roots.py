@@ -145,13 +145,18 @@ class RootRule(Rule):
             previous=unpack(root[index]) if step > 1 else None,
             warm=None if basis is None or step == 1 else basis[index],
         )
-        root[index] = pack(found.matrices, root)
-        if basis is not None and found.vectors is not None:
-            basis[index] = found.vectors
         trace = stored_traces(factors) + hyper.ridge.eps * factors.shape[-1]
-        state["spectrum"][index, mode] = torch.cat(
-            [trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1
-        )
+        spectrum = torch.cat([trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1)
+        vectors = found.vectors
+        if found.fresh is not None:
+            # a root that stays, stays with the trace it was divided by
+            spectrum = torch.where(found.fresh.view(-1, 1), spectrum, state["spectrum"][index, mode])
+            if basis is not None and vectors is not None:
+                vectors = torch.where(found.fresh.view(-1, 1, 1), vectors, basis[index])
+        root[index] = pack(found.matrices, root)
+        if basis is not None and vectors is not None:
+            basis[index] = vectors
+        state["spectrum"][index, mode] = spectrum
 
     def root_tensors(self, state: Tensors, mode: int) -> list[Tensor]:
         """Return roots, the bases of a warm start, and spectra."""
