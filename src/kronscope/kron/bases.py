@@ -184,9 +184,13 @@ def decomposition_residuals(factors: Tensor, values: Tensor, vectors: Tensor) ->
     tensor([0.])
     """
     probe = probe_vector(factors)
-    rebuilt = vectors @ (values.unsqueeze(-1) * (vectors.mT @ probe))
-    scale = torch.linalg.vector_norm(values, dim=-1).clamp_min(torch.finfo(factors.dtype).tiny)
-    errors = torch.linalg.vector_norm(factors @ probe - rebuilt, dim=(-2, -1)) / scale
+    # before squaring: eigenvalues are squares themselves, and theirs would overflow
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(factors.dtype).tiny)
+    relative = values / largest
+    rebuilt = vectors @ (relative.unsqueeze(-1) * (vectors.mT @ probe))
+    moved = factors @ probe / largest.unsqueeze(-1)
+    scale = torch.linalg.vector_norm(relative, dim=-1).clamp_min(1.0)
+    errors = torch.linalg.vector_norm(moved - rebuilt, dim=(-2, -1)) / scale
     skewed = torch.linalg.vector_norm(vectors.mT @ (vectors @ probe) - probe, dim=(-2, -1))
     residuals: Tensor = torch.maximum(errors, skewed)
     return residuals

@@ -58,10 +58,16 @@ class Blocks:
 
     def identity(self, mode: int) -> Tensor:
         """Return identity matrices (B, d, d) of one mode's size."""
+        if self.device.type == "meta":
+            return self.zeros(self.block[mode], self.block[mode])
         return torch.eye(self.block[mode], dtype=self.dtype, device=self.device).repeat(self.count, 1, 1)
 
     def root(self, mode: int, value: float) -> Tensor:
         """Return roots of one mode that are ``value`` times the identity."""
+        if self.device.type == "meta":
+            # without numbers to pack, the shape is all there is
+            packed = self.packs and self._packs_root(mode)
+            return self.zeros(Triangle(self.block[mode]).numel) if packed else self.identity(mode)
         root = self.identity(mode) * value
         return Triangle(self.block[mode]).pack(root) if self.packs and self._packs_root(mode) else root
 

@@ -213,7 +213,8 @@ class RootRule(Rule):
             weights = weights * positive_power(torch.where(then > 0, then, now[mode]), hyper.exponent(mode))
         for mode in bare:
             weights = weights * positive_power(now[modes[0]] / sizes[mode], hyper.exponent(mode))
-        return weights
+        # infinity times a gradient of zero would be NaN
+        return weights.clamp_(max=torch.finfo(weights.dtype).max)
 
     def reference(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
