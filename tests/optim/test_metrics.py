@@ -53,7 +53,7 @@ def test_numbers_are_flat_floats_and_count_what_happened() -> None:
     params = parameters(*SHAPES)
     optimizer = Shampoo(params, 0.1, refresh=2)
     before = optimizer.metrics()
-    counted = ("skipped_steps", "step", "milliseconds", "roots", "fallbacks", "measured_step")
+    counted = ("skipped_steps", "lost_roots", "step", "milliseconds", "roots", "fallbacks", "measured_step")
     assert all(before[name] == 0.0 for name in counted)
     assert all(math.isnan(before[name]) for name in before.keys() - set(counted))
     assert optimizer.worst_layer == ""
@@ -121,7 +121,8 @@ class Failing(Eigh):
 def test_roots_that_the_solver_fails_to_take_are_counted() -> None:
     params = parameters(*SHAPES)
     optimizer = Shampoo(params, 0.1, solver=Failing())
-    train(optimizer, params, history(1))
+    with pytest.warns(RuntimeWarning, match="second attempt"):
+        train(optimizer, params, history(1))
     assert (optimizer.metrics()["roots"], optimizer.metrics()["fallbacks"]) == (6, 5)
 
 

@@ -69,9 +69,20 @@ def _orthonormal(columns: Tensor, previous: Tensor) -> Tensor:
         basis, good = _by_cholesky(columns)
     except FAILURES:
         basis, good = previous.clone(), [False] * len(columns)
-    for index, is_good in enumerate(good):
-        if not is_good:
-            basis[index] = by_reflections(columns[index], previous[index])
+    bad = [index for index, is_good in enumerate(good) if not is_good]
+    if not bad:
+        return basis
+    # in one call, where that works
+    some = columns if len(bad) == len(columns) else torch.stack([columns[index] for index in bad])
+    try:
+        found, triangles = on_host_if_missing(torch.linalg.qr, some)
+        good = (_qr_residuals(some, found, triangles) <= _TOLERANCE).tolist()
+    except FAILURES:
+        found, good = some, [False] * len(bad)
+    if all(good) and len(bad) == len(columns):
+        return found  # type: ignore[no-any-return]
+    for place, index in enumerate(bad):
+        basis[index] = found[place] if good[place] else by_reflections(columns[index], previous[index])
     return basis
 
 
@@ -101,16 +112,26 @@ def by_reflections(columns: Tensor, previous: Tensor) -> Tensor:
 
 def _checked_qr(columns: Tensor) -> Tensor:
     vectors, triangle = on_host_if_missing(torch.linalg.qr, columns)
-    # near overflow the norm of the columns is infinite
-    scale = columns.abs().amax().clamp_min(torch.finfo(columns.dtype).tiny)
-    probe = probe_vector(columns.unsqueeze(0))[0]
-    error = columns / scale @ probe - vectors @ (triangle.triu() / scale @ probe)
-    # entries of the columns are at most one, and the probe's length is
-    skewed = vectors.mT @ (vectors @ probe) - probe
-    residual = float(torch.maximum(error.norm() / math.sqrt(len(columns)), skewed.norm()))
+    residual = float(_qr_residuals(columns.unsqueeze(0), vectors.unsqueeze(0), triangle.unsqueeze(0)))
     if not residual <= _TOLERANCE:
         raise BadAnswerError.of(residual)
     return vectors  # type: ignore[no-any-return]
+
+
+def _qr_residuals(columns: Tensor, vectors: Tensor, triangles: Tensor) -> Tensor:
+    """Return how far matrices (B, d, d) are from being QR decompositions, by one probe.
+
+    On an accelerator, where launches count, it is only how far the vectors are from an orthonormal basis: another such
+    basis does no harm, and the next refresh mends it.
+    """
+    probe = probe_vector(columns)
+    skewed: Tensor = torch.linalg.vector_norm(vectors.mT @ (vectors @ probe) - probe, dim=(-2, -1))
+    if columns.device.type != "cpu":
+        return skewed
+    # as large as the length of the columns times the probe's can be
+    scale = columns.abs().amax((-2, -1)).clamp_min(torch.finfo(columns.dtype).tiny) * math.sqrt(columns.shape[-1])
+    errors = torch.linalg.vector_norm(columns @ probe - vectors @ (triangles.triu() @ probe), dim=(-2, -1)) / scale
+    return torch.maximum(errors, skewed)
 
 
 def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:

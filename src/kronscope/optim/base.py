@@ -85,7 +85,7 @@ class KroneckerOptimizer(InspectedOptimizer):
 
         Raises:
             DistributedError: processes do not fit together, or one of them died or hangs.
-            StateError: an earlier step ended half-way, and nothing was loaded since.
+            StateError: an earlier step failed half-way, and nothing was loaded since.
             GradientError: a gradient is sparse or complex.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
@@ -118,9 +118,9 @@ class KroneckerOptimizer(InspectedOptimizer):
     def _step(self) -> None:
         if self._failure:
             raise StateError(
-                f"an earlier step ended half-way, so that some parameters and their state have taken it and others "
-                f"have not: {self._failure} Load a checkpoint, of model and optimizer (on all processes), before the "
-                f"next step."
+                f"an earlier step failed half-way, and parameters and state, or what processes have of them, may not "
+                f"fit together: {self._failure} Load a checkpoint, of model and optimizer (on all processes), before "
+                f"the next step."
             )
         self._check_plan(ask=True)
         hypers = [self._known_hyper(group) for group in self.param_groups]
@@ -307,7 +307,7 @@ class KroneckerOptimizer(InspectedOptimizer):
             self._placement.check_saving()
         if self._failure:
             warnings.warn(
-                "the last step ended half-way, so this state is neither that before it nor that after it; resume from "
+                "the last step failed half-way, so this state is neither that before it nor that after it; resume from "
                 "an earlier one.",
                 RuntimeWarning,
                 stacklevel=callers_level(),

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from kronscope.errors import DistributedError, StateError
 from kronscope.optim import Shampoo
-from kronscope.optim.parallel import replicated, shared_roots
+from kronscope.optim.parallel import replicated, sharded, shared_roots
 from tests.forked import forking
 from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
@@ -142,19 +142,27 @@ def fails_half_way(mode: str) -> dict[str, Any]:
     train(model, optimizer, range(2))
     before = values(model)
     saved = copy.deepcopy(optimizer.state_dict(part=True))
-    module = shared_roots if mode == "ddp" else replicated
+    module, call = {
+        "ddp": (shared_roots, "gather_flat"),
+        "divided": (replicated, "gather_flat"),
+        "fsdp2": (sharded, "all_to_all"),
+    }[mode]
+    kept = getattr(module, call)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
+        # gradients still arrive where parameters are sharded
+        if "sending gradients to the owners of blocks" in args:
+            return kept(*args, **kwargs)
         raise DistributedError("the connection was reset.")
 
-    kept, module.gather_flat = module.gather_flat, broken  # type: ignore[attr-defined]
+    setattr(module, call, broken)
     found: dict[str, Any] = {"errors": []}
     try:
         train(model, optimizer, [2])
     except DistributedError as error:
         found["errors"].append(str(error))
     finally:
-        module.gather_flat = kept  # type: ignore[attr-defined]
+        setattr(module, call, kept)
     found["unchanged"] = all(torch.equal(value, before[name]) for name, value in values(model).items())
     try:
         train(model, optimizer, [2])
@@ -169,7 +177,7 @@ def fails_half_way(mode: str) -> dict[str, Any]:
     return {**found, "values": values(model)}
 
 
-@pytest.mark.parametrize("mode", ["ddp", "divided"])
+@pytest.mark.parametrize("mode", ["ddp", "divided", "fsdp2"])
 def test_a_step_that_fails_half_way_changes_no_parameter_and_is_not_gone_on_from(pool: Pool, mode: str) -> None:
     model = wrapped("single")
     train(model, made("single", "shampoo, whole", model.named_parameters()), range(5))
