@@ -73,6 +73,19 @@ def _write(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def _digit(name: str) -> Damage:
+    """Another last digit of a cosine."""
+
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        found = re.search(r'"cosine": (0\.\d+)', text)
+        assert found
+        other = found[1][:-1] + ("1" if found[1][-1] != "1" else "2")
+        (folder / name).write_text(text.replace(found[1], other))
+
+    return change
+
+
 def _remove(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
 
@@ -96,6 +109,10 @@ BEFORE, ANEW = "going back to the checkpoint before it", "the run begins anew"
         pytest.param(_write("stored/gauss_newton-0-0.json", b"\xff\xfe"), ANEW, id="stored-no-text"),
         pytest.param(_cut("stored/gauss_newton-0-1.json", 40), f"missing or damaged; {BEFORE}", id="stored-cut"),
         pytest.param(_write("stored/gauss_newton-0-1.json", b"[" * 90000), BEFORE, id="stored-deep"),
+        pytest.param(
+            _flip("metrics.jsonl", 30), f"metrics.jsonl is not what it was.*{BEFORE}|{ANEW}", id="metrics-flip"
+        ),
+        pytest.param(_digit("stored/gauss_newton-0-1.json"), f"missing or damaged; {BEFORE}", id="stored-digit"),
         pytest.param(_cut("metrics.jsonl", 3), f"metrics.jsonl has .*{BEFORE}", id="metrics-cut"),
         pytest.param(_remove("metrics.jsonl"), f"metrics.jsonl has 0 of.*{ANEW}", id="metrics-gone"),
         pytest.param(_write("environment.json", b"{"), "environment.json is damaged", id="environment"),

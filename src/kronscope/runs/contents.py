@@ -166,6 +166,7 @@ class Checkpoint:
         step: The number of steps.
         state: What was saved: tensors and plain values.
         metrics_bytes: How long the file of records was at that time; resuming cuts it back to this length.
+        metrics_sum: The checksum of these bytes; None in checkpoints of versions before.
 
     >>> Checkpoint(10, {"weight": torch.ones(2)}, 0).step
     10
@@ -174,6 +175,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     metrics_bytes: int = 0
+    metrics_sum: int | None = None
 
 
 class Checkpoints:

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Run"]
 
+# The name under which a stored result has its checksum.
+_SUM = "checksum"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -208,11 +211,17 @@ class Run:
         return run
 
     def _lacks_records(self, checkpoint: Checkpoint) -> str | None:
-        path = self.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        if size < checkpoint.metrics_bytes:
-            return f"{path.name} has {size} of the {checkpoint.metrics_bytes} bytes it had then"
+        path = self._metrics_path
+        content = path.read_bytes() if path.exists() else b""
+        if len(content) < checkpoint.metrics_bytes:
+            return f"{path.name} has {len(content)} of the {checkpoint.metrics_bytes} bytes it had then"
+        if checkpoint.metrics_sum not in (None, zlib.crc32(content[: checkpoint.metrics_bytes])):
+            return f"{path.name} is not what it was then"
         return None
+
+    @property
+    def _metrics_path(self) -> Path:
+        return self.folder / "metrics.jsonl"
 
     def _remove_leftovers(self) -> None:
         for folder in (self.folder, self._checkpoints.folder, self.folder / "stored"):
@@ -326,13 +335,26 @@ class Run:
 
         def write() -> None:
             self._writing()
-            write_json(self._stored_path(name), content)
+            write_json(self._stored_path(name), {**content, _SUM: _checksum(content)})
 
         self.processes.on_rank_0(write)
 
     def stored(self, name: str) -> dict[str, Any] | None:
-        """What was stored under that name, or None."""
-        return self.processes.on_rank_0(lambda: read_json(self._stored_path(name)))
+        """What was stored under that name, or None.
+
+        Raises:
+            RunError: It is not what was stored.
+        """
+
+        def read() -> dict[str, Any] | None:
+            path = self._stored_path(name)
+            content = read_json(path)
+            # versions before wrote none
+            if content is not None and _SUM in content and content.pop(_SUM) != _checksum(content):
+                raise RunError(f"{path} is damaged (its checksum is another); go on with the run to measure it again.")
+            return content
+
+        return self.processes.on_rank_0(read)
 
     def stored_names(self) -> list[str]:
         """The names under which something is stored."""
@@ -343,7 +365,9 @@ class Run:
 
         def save() -> None:
             # The lines a checkpoint counts on must reach the disk before it does.
-            self._checkpoints.save(Checkpoint(step, dict(state), self._writing().records.sync()))
+            size = self._writing().records.sync()
+            found = zlib.crc32(self._metrics_path.read_bytes()[:size])
+            self._checkpoints.save(Checkpoint(step, dict(state), size, found))
 
         self.processes.all_gather_object(step)  # every process has written what belongs to the state
         self.processes.on_rank_0(save)
@@ -371,3 +395,7 @@ class _Writer:
 
     def __init__(self, lock: FileLock, records: Records, before: Before | None = None) -> None:
         self.lock, self.records, self.before = lock, records, before
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(plain(content), sort_keys=True).encode())
