@@ -30,6 +30,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "SOAP, published": lambda params, lr, **options: ks.SOAP(params, lr, reference=True, **options),
 }
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    **{name: lambda p, kind=kind: kind(p, 0.01) for name, kind in FAMILIES.items()},
+    **{name: partial(kind, lr=0.01) for name, kind in FAMILIES.items()},
     "Shampoo, every 2": lambda p: ks.Shampoo(p, 0.01, refresh=2, scale="adam"),
     "Shampoo, original": lambda p: ks.Shampoo(
         p, 0.01, betas=(0.0, 1.0), eps=1e-4, exponent=-0.25, scale=None, refresh=1

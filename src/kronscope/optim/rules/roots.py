@@ -184,6 +184,8 @@ class RootRule(Rule):
             weights = self._weights(state, mean, modes, hyper, step)
             if weights is not None:
                 weights = weights / correction if step >= hyper.start else weights
+                # infinity times a gradient of zero would be NaN
+                weights = weights.clamp(max=torch.finfo(weights.dtype).max)
                 update.mul_(weights.view(-1, *[1] * (mean.ndim - 1)))
             update = rescaled(update, hyper)
         if hyper.momentum > 0:
@@ -213,8 +215,7 @@ class RootRule(Rule):
             weights = weights * positive_power(torch.where(then > 0, then, now[mode]), hyper.exponent(mode))
         for mode in bare:
             weights = weights * positive_power(now[modes[0]] / sizes[mode], hyper.exponent(mode))
-        # infinity times a gradient of zero would be NaN
-        return weights.clamp_(max=torch.finfo(weights.dtype).max)
+        return weights
 
     def reference(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
