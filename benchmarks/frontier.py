@@ -11,9 +11,9 @@ digits, text is Python's own documentation of its built-in names, and the regres
 downloaded, and a run takes seconds to a few minutes.
 
 Each run is one JSON file, named by all that decides it; runs whose file exists are not repeated, so that an interrupted
-sweep goes on where it stopped. `report` compares, for each workload and family, every setting with the default: final
-loss, steps and CPU seconds to the default's final loss, all as means over seeds at the setting's best learning rate. A
-setting is on the frontier if no other is better in both. A setting passes if it needs no more steps than the default,
+sweep goes on where it stopped. `report` compares, for each workload and family, every setting with `before`, the
+default of before: final loss, steps and CPU seconds to its final loss, by the mean curve over seeds at the setting's
+best learning rate. A setting is on the frontier if no other is better in both. It passes if it needs no more steps,
 within `--slack`, on every choosing workload; of those that pass, the cheapest is named, and then looked at on the
 workloads that check.
 """
@@ -37,12 +37,11 @@ from optim_training import CharGPT, Residual, environment, mlp, reached, schedul
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kronscope.optim import SOAP, Every, KLShampoo, Shampoo, Warmup
+from kronscope.optim import SOAP, Every, KLShampoo, Shampoo, Warmup, blocks
+from kronscope.optim.config import Refresh
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
-# A matrix this many times longer than wide counts as elongated.
-ELONGATED = 4
 
 
 @dataclass(frozen=True)
@@ -150,37 +149,48 @@ WORKLOADS = {
 FAMILIES: dict[str, Any] = {"shampoo": Shampoo, "kl-shampoo": KLShampoo, "soap": SOAP}
 
 
+SCHEDULES: dict[str, Refresh] = {
+    "all10": Warmup(10, 10),
+    "all3": Warmup(3, 10),
+    "all5": Warmup(5, 10),
+    "all2": Warmup(2, 10),
+    "every10": Every(10),
+    "every5": Every(5),
+    "within5": Warmup(20, 10, within=5),
+    "within10": Warmup(10, 10, within=10),
+    "always5": Warmup(5, 5, within=5),
+    "within3": Warmup(9, 10, within=3),
+    "within2": Warmup(10, 10, within=2),
+    "within5-20": Warmup(40, 20, within=5),
+}
+
+
 def settings() -> dict[str, dict[str, Any]]:
-    """Return what is tried: one thing changed at a time, and the pairs that promise most."""
-    found: dict[str, dict[str, Any]] = {"default": {}}
-    for block in (64, 128, 256):
-        found[f"block{block}"] = {"block_size": block}
-        for period in (5, 10):
-            found[f"block{block}-every{period}"] = {"block_size": block, "refresh": Every(period)}
-    for period in (5, 10, 25):
-        found[f"every{period}"] = {"refresh": Every(period)}
-        for first in (3, 10):
-            found[f"warm{first}-every{period}"] = {"refresh": Warmup(first, period)}
+    """Return what is tried, by name: ``before`` is the default of before, others are BLOCK-RATIO-SCHEDULE.
+
+    BLOCK is the longest side of a block, RATIO that of the sides from which on the long one has no factor.
+    """
+    found: dict[str, dict[str, Any]] = {"default": {}, "before": {"block_size": math.inf, "refresh": Warmup(10, 10)}}
+    for schedule_name, refresh in SCHEDULES.items():
+        found[f"whole-{schedule_name}"] = {"block_size": math.inf, "refresh": refresh}
+        for block in (64, 128, 192, 256, 512):
+            for ratio in (4, 8, 16, 1000):
+                found[f"{block}-{ratio}-{schedule_name}"] = {"plan": (block, ratio), "refresh": refresh}
     for beta in (0.9, 0.99):
-        found[f"beta{beta:g}"] = {"betas": (0.9, beta)}
-    found["one-sided"] = {"one_sided": True}
-    found["one-sided-every10"] = {"one_sided": True, "refresh": Every(10)}
-    found["one-sided-block128-every5"] = {"one_sided": True, "block_size": 128, "refresh": Every(5)}
+        found[f"before-beta{beta:g}"] = {**found["before"], "betas": (0.9, beta)}
     return found
 
 
 def made(family: str, model: nn.Module, lr: float, options: dict[str, Any]) -> Any:
-    """Return an optimizer; with ``one_sided``, elongated matrices get a factor for their short side alone."""
+    """Return an optimizer; ``plan`` stands in for the constants that the default plan is made with."""
     options = dict(options)
-    if not options.pop("one_sided", False):
+    plan = options.pop("plan", None)
+    before = blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES
+    blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES = plan or before
+    try:
         return FAMILIES[family](model.named_parameters(), lr, **options)
-    sides: dict[str, list[tuple[str, nn.Parameter]]] = {"auto": [], "left": [], "right": []}
-    for name, param in model.named_parameters():
-        rows, columns = (param.shape[0], param.numel() // param.shape[0]) if param.ndim > 1 else (1, 1)
-        is_long = max(rows, columns) >= ELONGATED * min(rows, columns) > ELONGATED
-        sides[("left" if rows < columns else "right") if is_long else "auto"].append((name, param))
-    groups = [{"params": params, "method": method} for method, params in sides.items() if params]
-    return FAMILIES[family](groups, lr, **options)
+    finally:
+        blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES = before
 
 
 def train(workload: Workload, loaded: Any, make: Callable[[nn.Module], Any], seed: int, steps: int) -> dict[str, Any]:
@@ -229,7 +239,7 @@ def run(args: argparse.Namespace) -> None:
         loaded, steps = workload.load(), max(10, int(workload.steps * args.scale))
         for seed in args.seeds:
             for family in args.families:
-                for setting in args.settings or tried:
+                for setting in args.settings or ("before", "default"):
                     for lr in args.lrs:
                         key = {"workload": name, "family": family, "setting": setting, "lr": lr, "seed": seed}
                         path = args.out / f"{name}-{family}-{setting}-lr{lr:g}-seed{seed}-steps{steps}.json"
@@ -256,21 +266,21 @@ def report(args: argparse.Namespace) -> None:
         place.setdefault(record["setting"], {}).setdefault(record["lr"], []).append(record)
     summary: dict[str, Any] = {}
     for (family, workload), tried in sorted(by_place.items()):
-        if "default" not in tried:
+        if "before" not in tried:
             continue
         best = {setting: min(by_lr.values(), key=_mean_final) for setting, by_lr in tried.items()}
-        target = _mean_final(best["default"])
+        target = _mean_final(best["before"])
         rows = {
             setting: {
                 "final": _mean_final(runs),
-                "steps": statistics.mean(reached(one["curve"], target, 0) for one in runs),
-                "cpu seconds": statistics.mean(reached(one["curve"], target, 3) for one in runs),
+                "steps": reached(_mean_curve(runs), target, 0),
+                "cpu seconds": reached(_mean_curve(runs), target, 3),
                 "seeds": len(runs),
             }
             for setting, runs in best.items()
         }
         kind = "chooses" if WORKLOADS[workload].chooses else "checks"
-        print(f"\n{family} on {workload} ({kind}): the default ends at {target:.4f}")
+        print(f"\n{family} on {workload} ({kind}): the default of before ends at {target:.4f}")
         for setting, row in sorted(rows.items(), key=lambda item: item[1]["final"]):
             beaten = any(o["steps"] < row["steps"] and o["cpu seconds"] < row["cpu seconds"] for o in rows.values())
             mark = " " if beaten or math.isinf(row["steps"]) else "*"
@@ -288,18 +298,24 @@ def _choose(family: str, rows: dict[str, dict[str, dict[str, float]]], slack: fl
     choosing = [name for name in rows if WORKLOADS[name].chooses]
     common = set.intersection(*(set(rows[name]) for name in choosing)) if choosing else set()
     passing = {
-        setting: sum(rows[name][setting]["cpu seconds"] / rows[name]["default"]["cpu seconds"] for name in choosing)
+        setting: sum(rows[name][setting]["cpu seconds"] / rows[name]["before"]["cpu seconds"] for name in choosing)
         for setting in common
-        if all(rows[name][setting]["steps"] <= (1 + slack) * rows[name]["default"]["steps"] for name in choosing)
+        if all(rows[name][setting]["steps"] <= (1 + slack) * rows[name]["before"]["steps"] for name in choosing)
     }
     if not passing:
         return
     best = min(passing, key=passing.__getitem__)
     print(f"\n{family}: {best} by {', '.join(choosing)}; on those that check:")
     for name in (name for name in rows if not WORKLOADS[name].chooses and best in rows[name]):
-        found, usual = rows[name][best], rows[name]["default"]
+        found, usual = rows[name][best], rows[name]["before"]
         ratios = (found[what] / usual[what] for what in ("steps", "cpu seconds"))
         print("  {}: {:.2f} of the default's steps, {:.2f} of its seconds".format(name, *ratios))
+
+
+def _mean_curve(runs: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Return the mean over seeds of each column at each look; a run that ended early ends the mean."""
+    looks = zip(*(one["curve"] for one in runs), strict=False)
+    return [[statistics.mean(column) for column in zip(*rows, strict=True)] for rows in looks]
 
 
 def _mean_final(runs: Sequence[dict[str, Any]]) -> float:

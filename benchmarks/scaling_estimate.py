@@ -78,7 +78,7 @@ def planned(layers: int, width: int) -> list[Planned]:
     hyper = Hyper(ShampooRule(), 0.9, 0.95, 1e-8, (-0.5,), Graft(), Every(PERIOD), 1e-4, 1, 1, 0.0, False, CostModel())
     entries = []
     for name, shape in shapes(layers, width):
-        layout = plan_layout(shape, LayoutOptions(role=role_of(name)))
+        layout = plan_layout(shape, LayoutOptions(role=role_of(name), block_size=math.inf))
         entries.append(Planned(name, torch.empty(shape, device="meta"), layout, hyper))
     return entries
 

@@ -32,6 +32,7 @@ from kronscope.measures import (
 from kronscope.optim import (
     SOAP,
     Adaptive,
+    Budget,
     Every,
     Graft,
     KLShampoo,
@@ -46,6 +47,7 @@ from kronscope.watching import Watch, watch
 __all__ = [
     "SOAP",
     "Adaptive",
+    "Budget",
     "Advice",
     "Every",
     "Fit",

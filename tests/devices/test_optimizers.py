@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 
 import pytest
 import torch
@@ -100,8 +101,8 @@ def test_a_model_that_moves_takes_its_state_along():
 def test_what_can_be_asked_is_answered_as_on_the_cpu(kind, where):
     places, dtype = PLACES[where], dtype_of(PLACES[where])
     with Machine() as machine:
-        optimizer, params = run(lambda p: kind(p, 0.01), machine, places, dtype=dtype)
-        twin, twins = run(lambda p: kind(p, 0.01), None, dtype=dtype)
+        optimizer, params = run(lambda p: kind(p, 0.01, block_size=math.inf), machine, places, dtype=dtype)
+        twin, twins = run(lambda p: kind(p, 0.01, block_size=math.inf), None, dtype=dtype)
         for there, here in zip(params, twins, strict=True):
             one, two = optimizer.operator(there), twin.operator(here)
             assert one.trace() == pytest.approx(two.trace(), rel=1e-3)

@@ -13,6 +13,7 @@ from torch import nn
 
 import kronscope as ks
 from kronscope.optim import SOAP, Every, KLShampoo, Shampoo, Warmup, explain
+from kronscope.optim.config import DEFAULT_REFRESH
 from kronscope.optim.stacks import initial_state
 from tests.optim.tools import gradients, parameters, train
 
@@ -158,7 +159,7 @@ def test_a_loaded_option_that_replaces_one_given_in_code_is_named():
     loader = Shampoo(params, 0.5, weight_decay=0.1, refresh=20, damping=1e-3)
     with pytest.warns(UserWarning, match=r"damping: 0.001 by 0.0001; refresh: Every\(steps=20.*by Warmup\("):
         loader.load_state_dict(saver.state_dict())
-    assert loader.param_groups[0]["refresh"] == Warmup()
+    assert loader.param_groups[0]["refresh"] == DEFAULT_REFRESH
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # rates are what schedulers change, so they are not worth a word

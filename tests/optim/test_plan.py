@@ -40,15 +40,48 @@ def test_tiles_cover_every_entry_exactly_once(shape, block_size, view, merge):
     assert torch.equal(rebuilt, flat)
 
 
-def test_whole_matrices_by_default_and_one_sided_or_blocks_where_they_are_too_large():
+def test_equal_blocks_by_default_and_one_side_where_a_matrix_is_long():
     def planned(*shape: int) -> str:
         return plan_layout(shape, LayoutOptions()).reason
+
+    assert planned(32, 32) == planned(256, 256) == planned(64, 3, 7, 7) == planned(10, 256) == "whole"
+    assert planned(1024, 256) == planned(4096, 1024) == planned(20000, 20000).replace("250", "256")
+    assert planned(1024, 256) == "blocks of 256x256"
+    assert planned(1376, 512) == "blocks of 172x256"
+    assert planned(128, 1568) == "blocks of 128x224"
+    assert planned(512, 512, 3, 3) == "blocks of 256x256"
+    assert planned(96, 2048) == planned(768, 50257) == "one-sided (dimension 0)"
+    assert planned(50257, 768) == "one-sided (dimension 1)"
+    assert planned(7) == "1-D"
+    # a length without equal parts is cut into nearly equal ones
+    assert [tile.block for tile in plan_layout((257, 64), LayoutOptions()).tiles] == [(129, 64), (128, 64)]
+    # parts and experts are cut one by one
+    assert [tile.block for tile in plan_layout((900, 64), LayoutOptions(split=3)).tiles] == [(150, 64)]
+    # the short side of a long matrix is cut too, the other stays whole
+    assert [tile.block for tile in plan_layout((512, 8192), LayoutOptions()).tiles] == [(256, 8192)]
+
+
+def test_whole_matrices_on_request_and_one_sided_or_blocks_where_they_are_too_large():
+    def planned(*shape: int) -> str:
+        return plan_layout(shape, LayoutOptions(block_size=math.inf)).reason
 
     assert planned(1024, 256) == planned(32, 32) == planned(4096, 1024) == planned(64, 3, 7, 7) == "whole"
     assert planned(50257, 768) == "one-sided (dimension 1)"
     assert planned(768, 50257) == "one-sided (dimension 0)"
     assert planned(20000, 20000).startswith("blocks of")
-    assert planned(7) == "1-D"
+    with pytest.raises(OptionError, match="block_size must be a whole number"):
+        LayoutOptions(block_size=2.5)
+
+
+def test_what_says_otherwise_is_not_cut_by_default():
+    """Sums are the original Shampoo, and a memory budget is there to be spent."""
+    for options in ({"betas": (0.9, 1.0)}, {"memory_budget": math.inf}, {"block_size": math.inf}):
+        (row,) = Shampoo([nn.Parameter(torch.empty(512, 300, device="meta"))], **options).explain().rows
+        assert (row.factors, row.method, row.limited) == ((512, 300), "Shampoo (whole)", False)
+    plan = Shampoo([nn.Parameter(torch.empty(512, 300, device="meta"))]).explain()
+    assert (plan.rows[0].factors, plan.rows[0].blocks, plan.rows[0].limited) == ((256, 150), 4, True)
+    assert "block_size=math.inf leaves matrices whole" in str(plan)
+    assert "block_size=math.inf" not in str(Shampoo([nn.Parameter(torch.empty(64, 30, device="meta"))]).explain())
 
 
 def test_a_fused_weight_is_split_on_request():

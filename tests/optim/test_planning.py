@@ -115,8 +115,11 @@ def test_skinny_matrices_have_both_sides_when_asked():
     assert factors((8, 2048)) == (8,)
     assert factors((2048, 8)) == (8,)
     assert factors((8, 2048), memory_budget=math.inf) == (8, 2048)
-    assert factors((8, 2048), method="kronecker") == (8, 2048)
-    assert factors((10, 784)) == (10, 784), "small enough to have both"
+    assert factors((8, 2048), method="kronecker") == (8, 256)
+    assert factors((8, 2048), method="kronecker", block_size=math.inf) == (8, 2048)
+    assert factors((10, 784)) == (10,)
+    assert factors((10, 784), block_size=math.inf) == (10, 784), "small enough to have both"
+    assert factors((10, 250)) == (10, 250), "no longer than a block"
     assert factors((2048, 1)) == (), "one column has nothing to precondition"
 
 

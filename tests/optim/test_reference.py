@@ -18,7 +18,7 @@ from kronscope.kron.roots import Eigh, WarmQR
 from kronscope.kron.triangles import unpack
 from kronscope.optim import block_state
 from kronscope.optim.block_state import Blocks, Tensors
-from kronscope.optim.config import Every, Graft, Hyper, Norm, Trace
+from kronscope.optim.config import Every, Graft, Hyper, Norm, Trace, Warmup
 from kronscope.optim.reference import reference_update
 from kronscope.optim.rules.kl import KLRule
 from kronscope.optim.rules.published_soap import PublishedSoapRule
@@ -52,6 +52,7 @@ hypers = st.builds(
     exponents=st.sampled_from([(-0.5,), (-0.25,), (-0.3, -0.6), (0.2,)]),
     scale=st.sampled_from(SCALES),
     start=st.sampled_from([1, 3, math.inf]),
+    refresh=st.sampled_from([Every(3), Warmup(6, 3, within=3)]),
     power_rounds=st.sampled_from([1, 2, 3]),
     momentum=st.sampled_from([0.0, 0.5]),
     nesterov=st.booleans(),
@@ -87,9 +88,10 @@ def compare(hyper: Hyper, block: tuple[int, ...], factored: tuple[bool, ...], st
         single.append({name: tensor[0] for name, tensor in one.items()})
     grads = [gradients(block, steps, seed=place) for place in range(count)]
     for step in range(1, steps + 1):
-        # every block has another phase; roots are taken first at `start`
+        # every block has another phase; roots are taken first at `start`, by some schedules not all of them
         at = hyper.schedule_step(step)
-        flags = [[at == 1 or (at - 1 - place - mode) % 3 == 0 for mode in range(len(block))] for place in range(count)]
+        all_due = hyper.refresh.period_at(at) == 1
+        flags = [[all_due or (at - 1 - place - mode) % 3 == 0 for mode in range(len(block))] for place in range(count)]
         fast = stack_update(stack, torch.stack([grad[step - 1] for grad in grads]), modes, hyper, step, flags)
         for place in range(count):
             slow = reference_update(single[place], grads[place][step - 1], modes, hyper, step, flags[place])

@@ -260,7 +260,7 @@ def test_what_looks_like_an_embedding_and_has_no_name_gets_adamw_with_one_warnin
     assert caught[0].filename == __file__
     kinds = list(plan(optimizer).values())
     assert kinds[0] == kinds[2] == "AdamW (shaped like an embedding or head)"
-    assert kinds[1] == "SOAP (whole)"
+    assert kinds[1] == "SOAP (blocks of 256x256)"
 
 
 def test_where_nothing_is_at_stake_nobody_is_warned():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -19,10 +20,10 @@ from kronscope.optim.step import Portion, portions, take_roots
 from tests.optim.tools import copies, gradients, parameters, train
 
 MAKERS: dict[str, Any] = {
-    "shampoo": lambda p: Shampoo(p, 1e-2, refresh=3),
-    "warm": lambda p: Shampoo(p, 1e-2, refresh=3, solver=WarmQR()),
-    "soap": lambda p: SOAP(p, 1e-2, refresh=3),
-    "kl": lambda p: KLShampoo(p, 1e-2, refresh=3),
+    "shampoo": lambda p, **more: Shampoo(p, 1e-2, refresh=3, **more),
+    "warm": lambda p, **more: Shampoo(p, 1e-2, refresh=3, solver=WarmQR(), **more),
+    "soap": lambda p, **more: SOAP(p, 1e-2, refresh=3, **more),
+    "kl": lambda p, **more: KLShampoo(p, 1e-2, refresh=3, **more),
 }
 
 
@@ -136,7 +137,7 @@ def test_a_portion_has_neighbours_only_and_is_small():
 def test_packed_factors_survive_a_file_and_can_be_looked_at(name):
     params = parameters((260, 20), dtype=torch.float32)
     grads = gradients((260, 20), 8, dtype=torch.float32)
-    optimizer = MAKERS[name](params)
+    optimizer = MAKERS[name](params, block_size=math.inf)
     train(optimizer, params, [grads[:4]])
     assert optimizer.state[params[0]]["tile0.factor0"].shape == (1, 260 * 261 // 2)
     row = optimizer.diagnostics().rows[0]
@@ -147,7 +148,7 @@ def test_packed_factors_survive_a_file_and_can_be_looked_at(name):
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     other = copies(params)
-    resumed = MAKERS[name](other)
+    resumed = MAKERS[name](other, block_size=math.inf)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     train(optimizer, params, [grads[4:]])
     train(resumed, other, [grads[4:]])
@@ -167,7 +168,8 @@ def test_the_operator_of_packed_factors_is_that_of_the_gradients():
 
 def test_state_takes_no_more_memory_than_packed_triangles_and_two_moments():
     """As many bytes as Distributed Shampoo with symmetric packing: triangles of factors and roots, and two moments."""
-    optimizer = Shampoo([torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))], exponent=-0.25, scale="adam")
+    weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))
+    optimizer = Shampoo([weight], exponent=-0.25, scale="adam", block_size=math.inf)
     triangles = 4 * 1024 * 1025 // 2
     assert optimizer.explain().total_bytes <= 4 * (triangles + 2 * 1024 * 1024) + 200
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kronscope.kron.roots import CoupledNewton, Eigh, WarmQR
-from kronscope.optim.config import Adaptive, Every, Graft, Norm, Trace, Warmup
+from kronscope.optim.config import Adaptive, Budget, Every, Graft, Norm, Trace, Warmup
 from kronscope.optim.groups import param_groups
 from kronscope.optim.rules.kl import KLShampoo
 from kronscope.optim.rules.shampoo import Shampoo
@@ -13,6 +13,7 @@ from kronscope.optim.solvers import CostModel, measure_solvers
 __all__ = [
     "SOAP",
     "Adaptive",
+    "Budget",
     "CostModel",
     "CoupledNewton",
     "Eigh",

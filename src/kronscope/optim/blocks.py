@@ -1,8 +1,4 @@
-"""Parameters to blocks: the matrix (or tensor) view of a parameter, its tiles, and which sides get factors.
-
-A *tile* is a region of the view cut regularly into equal blocks. A whole matrix is one tile of one block; cutting a
-dimension that the block size does not divide leaves a second, smaller tile at its end.
-"""
+"""Parameters to blocks: the matrix (or tensor) view of a parameter, its tiles, and which sides get factors."""
 
 from __future__ import annotations
 
@@ -10,12 +6,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from kronscope.errors import OptionError
+from kronscope.optim.tiles import Layout, Tile
 
 __all__ = [
     "Layout",
@@ -34,134 +28,17 @@ MAX_SIDE = 8192
 DEFAULT_RATIO = 16
 # ... and a model whose factors all together stay below this many bytes is not cut.
 DEFAULT_FLOOR = 64 * 2**20
-# A matrix this many times longer than wide, and at least this long, gets a factor for its short side only: the other
-# would be many times larger than the matrix (LoRA: 8 x 2048 numbers, 2048 x 2048 in a factor).
+# Where nobody asks for a block size, no side of a block is longer than this; a longer matrix that is this many times
+# longer than wide gets a factor for its short side only. Other roots cost more than they gain (benchmarks/frontier.py).
+DEFAULT_BLOCK, DEFAULT_RATIO_OF_SIDES = 256, 16
+# Where matrices stay whole, one this many times longer than wide, and at least this long, gets a factor for its short
+# side only: the other would be many times larger than the matrix (LoRA: 8 x 2048 numbers, 2048 x 2048 in a factor).
 SKINNY_RATIO, SKINNY_LENGTH = 16, 1024
 # Below this width the short side's factor has next to nothing to say, and AdamW is better.
 LEAST_WIDTH = 4
 # Methods that keep one factor: which of the two sides has it.
 _SIDES = {"left": (True, False), "right": (False, True)}
 _BLOCK_SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A region of a view cut into equal blocks.
-
-    Attributes:
-        start: First index in each dimension.
-        stop: One past the last index in each dimension.
-        block: The blocks' shape.
-        factored: Which dimensions get a factor.
-        owned: The range of blocks, in row-major order of the grid, that this process works on; None for all.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    block: tuple[int, ...]
-    factored: tuple[bool, ...]
-    owned: tuple[int, int] | None = None
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of blocks along each dimension."""
-        return tuple((b - a) // s for a, b, s in zip(self.start, self.stop, self.block, strict=True))
-
-    @property
-    def total(self) -> int:
-        """Number of blocks, whoever works on them."""
-        return math.prod(self.grid)
-
-    @property
-    def count(self) -> int:
-        """Number of blocks that this process works on."""
-        return self.total if self.owned is None else self.owned[1] - self.owned[0]
-
-    @property
-    def modes(self) -> tuple[int, ...]:
-        """The dimensions that have a factor."""
-        return tuple(mode for mode, has in enumerate(self.factored) if has)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the tile is a single block, so that no data has to be moved to form it."""
-        return self.total == 1
-
-    def factor_numel(self) -> int:
-        """Numbers in one set of factors of all blocks."""
-        return self.count * sum(self.block[mode] ** 2 for mode in self.modes)
-
-    def extract(self, view: Tensor) -> Tensor:
-        """Return the blocks (count, *block) of a view; a copy unless the tile is a single block."""
-        if self.is_whole:
-            return self._region(view).unsqueeze(0)[slice(*self.owned) if self.owned is not None else slice(None)]
-        blocks = self._cells(view)
-        if self.owned is None:
-            return blocks.reshape(self.count, *self.block)
-        return blocks[self._places(view.device)]
-
-    def insert(self, view: Tensor, blocks: Tensor) -> None:
-        """Write blocks (count, *block) into their region of a view, which must not need a copy to be split."""
-        if self.owned is None or self.count == self.total:
-            self._region(view).copy_(self.joined(blocks))
-        elif self.count:
-            self._cells(view)[self._places(view.device)] = blocks
-
-    def joined(self, blocks: Tensor) -> Tensor:
-        """Return all blocks (total, *block) as their region."""
-        if self.is_whole:
-            return blocks[0]
-        dims = len(self.block)
-        order = [axis for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for axis in pair]
-        size = [b - a for a, b in zip(self.start, self.stop, strict=True)]
-        return blocks.reshape(*self.grid, *self.block).permute(order).reshape(size)
-
-    def _region(self, view: Tensor) -> Tensor:
-        return view[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
-
-    def _cells(self, view: Tensor) -> Tensor:
-        """Return a view (*grid, *block) of the region."""
-        split = [size for pair in zip(self.grid, self.block, strict=True) for size in pair]
-        order = [*range(0, 2 * len(self.block), 2), *range(1, 2 * len(self.block), 2)]
-        return self._region(view).reshape(split).permute(order)
-
-    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the grid indices of the owned blocks."""
-        assert self.owned is not None
-        return torch.unravel_index(torch.arange(*self.owned, device=device), self.grid)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one parameter is treated.
-
-    Attributes:
-        shape: The parameter's shape.
-        view: The shape it is preconditioned in.
-        tiles: Its tiles; none for elementwise treatment.
-        reason: Why it is treated so, for people.
-        frozen: It had neither a gradient nor wanted one when the plan was made; it is planned when it does.
-    """
-
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    tiles: tuple[Tile, ...]
-    reason: str
-    frozen: bool = False
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the parameter gets AdamW (or diagonal Adagrad)."""
-        return not self.tiles
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the view is a single block."""
-        return len(self.tiles) == 1 and self.tiles[0].is_whole
-
-    def factor_numel(self) -> int:
-        """Numbers in one set of factors."""
-        return sum(tile.factor_numel() for tile in self.tiles)
 
 
 @dataclass(frozen=True)
@@ -175,7 +52,9 @@ class LayoutOptions:
             the first of three or more dimensions as a stack of matrices, each with factors of its own.
         merge: With ``"modes"``, neighbouring dimensions are merged while their product stays within this.
         split: Number of equal row parts, or the sizes of the parts, as for a fused qkv weight.
-        block_size: Longest side of a block; None leaves matrices whole where the budget allows.
+        block_size: Longest side of a block; None decides by shape and budget, ``math.inf`` leaves matrices whole where
+            the budget allows.
+        cuts: Whether None cuts long sides into blocks; if not, it is as ``math.inf``.
         role: ``"embedding"``, ``"head"`` and their like where recognised, else empty.
     """
 
@@ -183,8 +62,19 @@ class LayoutOptions:
     view: str = "matrix"
     merge: int = 0
     split: int | tuple[int, ...] | None = None
-    block_size: int | None = None
+    block_size: float | None = None
     role: str = ""
+    cuts: bool = True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a block size was asked for."""
+        return self.block_size is not None and self.block_size < math.inf
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether long sides are cut although nobody asked."""
+        return self.block_size is None and self.cuts
 
     def __post_init__(self) -> None:
         """Check each option."""
@@ -194,10 +84,12 @@ class LayoutOptions:
             raise OptionError(f"view must be 'matrix', 'modes' or 'experts', got {self.view!r}.")
         for name in ("block_size", "merge"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            if name == "block_size" and (value is None or value == math.inf):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise OptionError(f"{name} must be a whole number, got {value!r}.")
         if self.block_size is not None and self.block_size < 1:
-            raise OptionError(f"block_size must be at least 1 or None, got {self.block_size}.")
+            raise OptionError(f"block_size must be at least 1, math.inf or None, got {self.block_size}.")
 
 
 def frozen_layout(shape: Sequence[int]) -> Layout:
@@ -246,25 +138,25 @@ def plan_layout(
         if len(view) != 2:
             raise OptionError(f"method={options.method!r} needs a matrix, but a parameter {shape} is viewed as {view}.")
         reason = f"one-sided (dimension {list(_SIDES).index(options.method)})"
-        return _cut(shape, view, options, options.block_size, _SIDES[options.method], reason)
-    if options.block_size is not None:
+        return _cut(
+            shape, view, options, options.block_size if options.is_cut else None, _SIDES[options.method], reason
+        )
+    if options.is_cut:
         return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
-    whole = _cut(shape, view, options, None, (True,) * len(view), "whole")
-    if budget is None and options.method == "auto" and _is_skinny(whole):
-        narrow = min(whole.tiles[0].block) >= LEAST_WIDTH
-        return _one_sided(whole, options) if narrow else Layout(shape, shape, (), "too thin for factors")
+    plan = _cut(shape, view, options, None, (True,) * len(view), "whole")
+    if options.method == "auto" and _is_long(plan, options, budget):
+        if min(plan.tiles[0].block) < LEAST_WIDTH:
+            return Layout(shape, shape, (), "too thin for factors")
+        plan = replace(_one_sided(plan, options), limited=options.is_limited)
+    elif options.is_limited:
+        plan = _in_equal_blocks(plan, options)
     if budget is None:
         budget = default_allowance(math.prod(shape), element_size, floor)
-    if (
-        all(size <= MAX_SIDE for tile in whole.tiles for size in tile.block)
-        and factor_bytes(whole, element_size) <= budget
-    ):
-        return whole
-    for candidate in _cheaper(whole, options):
+    for candidate in (plan, *_cheaper(plan, options)):
         sides = [tile.block[mode] for tile in candidate.tiles for mode in tile.modes]
         if all(side <= MAX_SIDE for side in sides) and factor_bytes(candidate, element_size) <= budget:
             return candidate
-    return _nothing_fits(whole)
+    return _nothing_fits(plan)
 
 
 def fit_budget(
@@ -315,12 +207,29 @@ def _one_sided(layout: Layout, options: LayoutOptions) -> Layout:
     rows, columns = layout.tiles[0].block
     small = 0 if rows <= columns else 1
     factored = (small == 0, small == 1)
-    return _cut(layout.shape, layout.view, options, None, factored, f"one-sided (dimension {small})")
+    limit = DEFAULT_BLOCK if options.is_limited else None
+    limits = (limit if small == 0 else None, limit if small == 1 else None)
+    return _cut(layout.shape, layout.view, options, limits, factored, f"one-sided (dimension {small})")
 
 
-def _is_skinny(layout: Layout) -> bool:
+def _in_equal_blocks(layout: Layout, options: LayoutOptions) -> Layout:
+    """Return the layout with sides of at most :data:`DEFAULT_BLOCK`, cut into equal parts where they can be."""
+    limits = (DEFAULT_BLOCK,) * len(layout.view)
+    found = _cut(layout.shape, layout.view, options, limits, (True,) * len(layout.view), "whole")
+    if {tile.block for tile in found.tiles} == {tile.block for tile in layout.tiles}:
+        return layout
+    reason = layout.reason.replace("whole", f"blocks of {'x'.join(map(str, found.tiles[0].block))}")
+    return replace(found, reason=reason, limited=True)
+
+
+def _is_long(layout: Layout, options: LayoutOptions, budget: float | None) -> bool:
+    """Whether a matrix is so long that the factor of its long side is left out."""
     block = layout.tiles[0].block
-    return len(block) == 2 and max(block) >= max(SKINNY_LENGTH, SKINNY_RATIO * min(block))
+    if len(block) != 2:
+        return False
+    if options.is_limited:
+        return max(block) >= DEFAULT_RATIO_OF_SIDES * min(block) and max(block) > DEFAULT_BLOCK
+    return budget is None and max(block) >= max(SKINNY_LENGTH, SKINNY_RATIO * min(block))
 
 
 def _view(shape: tuple[int, ...], options: LayoutOptions) -> tuple[int, ...]:
@@ -346,17 +255,34 @@ def _cut(
     shape: tuple[int, ...],
     view: tuple[int, ...],
     options: LayoutOptions,
-    block_size: int | None,
+    block_size: float | Sequence[int | None] | None,
     factored: tuple[bool, ...],
     reason: str,
 ) -> Layout:
-    """Cut a view into tiles, first at the experts and row parts, then into blocks."""
-    per_dim = [_segments(0, size, block_size) for size in view]
+    """Cut a view into tiles, first at the experts and row parts, then into blocks.
+
+    Args:
+        shape: The parameter's shape.
+        view: The view.
+        options: Gives the parts.
+        block_size: The blocks' size, with smaller ones at the ends; or for each dimension the longest that is allowed,
+            of equal size where they can be; None for whole ones.
+        factored: Which dimensions get a factor.
+        reason: The layout's.
+    """
+
+    def segments(start: int, stop: int, mode: int) -> list[tuple[int, int, int]]:
+        if isinstance(block_size, Sequence):
+            limit = block_size[mode]
+            return _segments(start, stop, None if limit is None else _equal_size(stop - start, limit))
+        return _segments(start, stop, None if block_size is None else int(block_size))
+
+    per_dim = [segments(0, size, mode) for mode, size in enumerate(view)]
     parts = _row_parts(shape, view, options)
-    per_dim[0] = _merged([segment for start, stop in parts for segment in _segments(start, stop, block_size)])
+    per_dim[0] = _merged([segment for start, stop in parts for segment in segments(start, stop, 0)])
     tiles = []
-    for segments in itertools.product(*per_dim):
-        start, stop, block = (tuple(segment[i] for segment in segments) for i in range(3))
+    for cell in itertools.product(*per_dim):
+        start, stop, block = (tuple(segment[i] for segment in cell) for i in range(3))
         tiles.append(Tile(start, stop, block, factored))
     notes = [f"split {options.split}"] if options.split else []
     notes += [f"{shape[0]} experts"] if options.view == "experts" and len(shape) > 2 else []
@@ -381,6 +307,13 @@ def _segments(start: int, stop: int, block_size: int | None) -> list[tuple[int, 
         return [(start, stop, size)]
     edge = start + size // block_size * block_size
     return [(start, edge, block_size)] + ([(edge, stop, stop - edge)] if edge < stop else [])
+
+
+def _equal_size(size: int, limit: int) -> int:
+    """Return the size of the fewest equal parts of at most ``limit`` each; nearly equal ones if those are too small."""
+    least = -(-size // limit)
+    equal = next((count for count in range(least, 2 * least + 1) if size % count == 0), None)
+    return size // equal if equal else -(-size // least)
 
 
 def _row_parts(shape: tuple[int, ...], view: tuple[int, ...], options: LayoutOptions) -> list[tuple[int, int]]:

@@ -42,11 +42,11 @@ class Plain:
 
     def accumulate(self, state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
         """Take gradients into factors and moments."""
-        return _accumulate(state, grads, modes, hyper, step)
+        return hyper.rule.accumulate(state, grads, modes, hyper, step)
 
     def direction(self, state: Tensors, moments: Moments, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
         """Form the updates."""
-        return _direction(state, moments, modes, hyper, step)
+        return hyper.rule.direction(state, moments, modes, hyper, step)
 
 
 PLAIN = Plain()
@@ -70,14 +70,14 @@ class Compiled:
         """Take gradients into factors and moments."""
         _fix_shapes(grads, *state.values())
         with _many_graphs():
-            moments: Moments = self._accumulate(state, grads, modes, hyper, step)
+            moments: Moments = self._accumulate(state, grads, _flags(modes, grads), hyper, step)
         return moments
 
     def direction(self, state: Tensors, moments: Moments, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
         """Form the updates."""
         _fix_shapes(*state.values(), *(tensor for tensor in moments if tensor is not None))
         with _many_graphs():
-            update: Tensor = self._direction(state, moments, modes, hyper, step)
+            update: Tensor = self._direction(state, moments, _flags(modes, moments.mean), hyper, step)
         return update
 
 
@@ -99,9 +99,18 @@ def _many_graphs() -> Any:
     return config.patch(recompile_limit=_MOST_GRAPHS, accumulated_recompile_limit=_MOST_GRAPHS)
 
 
-def _accumulate(state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
-    return hyper.rule.accumulate(state, grads, modes, hyper, step)
+def _flags(modes: Sequence[int], blocks: Tensor) -> tuple[bool, ...]:
+    """Return which modes have a factor: torch takes numbers that differ between blocks for unknowns, but not these."""
+    return tuple(mode in modes for mode in range(blocks.ndim - 1))
 
 
-def _direction(state: Tensors, moments: Moments, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
-    return hyper.rule.direction(state, moments, modes, hyper, step)
+def _modes(flags: Sequence[bool]) -> list[int]:
+    return [mode for mode, has_factor in enumerate(flags) if has_factor]
+
+
+def _accumulate(state: Tensors, grads: Tensor, flags: Sequence[bool], hyper: Hyper, step: int) -> Moments:
+    return hyper.rule.accumulate(state, grads, _modes(flags), hyper, step)
+
+
+def _direction(state: Tensors, moments: Moments, flags: Sequence[bool], hyper: Hyper, step: int) -> Tensor:
+    return hyper.rule.direction(state, moments, _modes(flags), hyper, step)

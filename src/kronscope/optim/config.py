@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR
+from kronscope.optim.periods import DEFAULT_REFRESH, Adaptive, Budget, Every, Refresh, Schedule, Warmup, parse_refresh
 
 if TYPE_CHECKING:
     from kronscope.optim.rules import Rule
@@ -17,6 +18,7 @@ __all__ = [
     "DEFAULT_REFRESH",
     "DEFAULT_SCALE",
     "Adaptive",
+    "Budget",
     "Every",
     "Graft",
     "Hyper",
@@ -31,121 +33,6 @@ __all__ = [
     "parse_scale",
     "register",
 ]
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-
-
-@dataclass(frozen=True)
-class Every:
-    """Take each root once every ``steps`` steps; at the first step, all of them.
-
-    Attributes:
-        steps: The period.
-        spread: Spread the roots over the steps of a period, so that all steps take about equally long. False takes all
-            roots in the same step, which is faster where many processes share them: a step ends when the slowest ends.
-
-    Raises:
-        OptionError: ``steps`` is not a whole number of at least 1.
-
-    >>> Every(4).period, Every(4).takes_all(1), Every(4).takes_all(2)
-    (4, True, False)
-    """
-
-    steps: int = 10
-    spread: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the period."""
-        _whole("Every(steps)", self.steps, 1)
-
-    @property
-    def period(self) -> int:
-        """Number of steps over which the work is spread."""
-        return self.steps
-
-    def takes_all(self, step: int) -> bool:
-        """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
-        return step == 1
-
-
-@dataclass(frozen=True)
-class Warmup:
-    """Take every root at each of the first steps, then each root once every ``every`` steps.
-
-    Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much.
-
-    Attributes:
-        first: Number of steps at the beginning that take every root.
-        every: The period afterwards.
-        spread: As for :class:`Every`.
-
-    Raises:
-        OptionError: a number is not a whole number of at least 1.
-
-    >>> [step for step in range(1, 12) if Warmup(first=3, every=4).takes_all(step)]
-    [1, 2, 3]
-    """
-
-    first: int = 10
-    every: int = 10
-    spread: bool = True
-
-    def __post_init__(self) -> None:
-        """Check both numbers."""
-        _whole("Warmup(first)", self.first, 1)
-        _whole("Warmup(every)", self.every, 1)
-
-    @property
-    def period(self) -> int:
-        """Number of steps over which the work is spread."""
-        return self.every
-
-    def takes_all(self, step: int) -> bool:
-        """Whether every factor is refreshed at its ``step`` (counted from 1), whatever its phase."""
-        return step <= self.first
-
-
-@dataclass(frozen=True)
-class Adaptive:
-    """Take a root anew when it no longer fits its factor.
-
-    Every ``check`` steps the residual of each root is computed, the one that ``optimizer.diagnostics()`` shows, and the
-    root is taken anew if it exceeds ``tolerance``. Computing it takes a few matrix-vector products for each factor, and
-    on a GPU one synchronisation.
-
-    Attributes:
-        tolerance: Relative residual that is still accepted.
-        check: Steps between two looks at a factor.
-        spread: Spread the looks over the steps, as for :class:`Every`.
-
-    Raises:
-        OptionError: a number is out of range.
-
-    >>> Adaptive(tolerance=0.05, check=5).period
-    5
-    """
-
-    tolerance: float = 0.1
-    check: int = 1
-    spread: bool = True
-
-    def __post_init__(self) -> None:
-        """Check both numbers."""
-        _whole("Adaptive(check)", self.check, 1)
-        if not 0 < self.tolerance < math.inf:
-            raise OptionError(f"Adaptive(tolerance) must be positive, got {self.tolerance}.")
-
-    @property
-    def period(self) -> int:
-        """Number of steps over which the looks are spread."""
-        return self.check
-
-    def takes_all(self, step: int) -> bool:
-        """Whether every factor is refreshed at its ``step`` (counted from 1) without looking."""
-        return step == 1
 
 
 @dataclass(frozen=True)
@@ -225,17 +112,15 @@ class Norm:
             raise OptionError(f"Norm(rms) must be positive, got {self.rms}.")
 
 
-Refresh = Every | Warmup | Adaptive
 Scale = Trace | Graft | Norm | None
 
-# From trials with one seed each (benchmarks/records). optim_training_trial: Adam's length changed least with the
+# From trials with one seed each (benchmarks/records/optim_training_trial): Adam's length changed least with the
 # learning rate and was best on MNIST, while Trace(bound=1.0) was better on characters at lr 0.003 but much worse at
-# 0.01. optim_training_warmup: ten steps of warm-up end where thirty do, for a third of the cost.
+# 0.01.
 DEFAULT_SCALE = Graft("adam")
-DEFAULT_REFRESH = Warmup()
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Every, Warmup, Adaptive, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
+    kind.__name__: kind for kind in (Every, Warmup, Adaptive, Budget, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
 }
 
 
@@ -250,7 +135,7 @@ class Hyper:
         eps: With sums, added to the factors; with means, Adam's eps.
         exponents: Exponent of each factor; a single number serves all of them.
         scale: What sets the length of an update.
-        refresh: When roots are taken.
+        refresh: When roots are taken; a :class:`Budget` is a schedule by now.
         damping: Added to the eigenvalues, relative to the largest; not used with sums.
         start: First preconditioned step.
         power_rounds: Rounds of power iteration per update; 1 is Shampoo.
@@ -265,7 +150,7 @@ class Hyper:
     eps: float
     exponents: tuple[float, ...]
     scale: Scale
-    refresh: Refresh
+    refresh: Schedule
     damping: float
     start: float
     power_rounds: int
@@ -286,6 +171,14 @@ class Hyper:
         """Return the step the refresh schedule sees: roots are first taken at ``start``."""
         return step if math.isinf(self.start) else step - int(self.start) + 1
 
+    def takes_first_roots(self, step: int) -> bool:
+        """Whether the roots that are taken at ``step`` are the first ones of their factors."""
+        return self.schedule_step(step) <= self.refresh.period_at(1)
+
+    def waits_for_roots(self, step: int) -> bool:
+        """Whether some blocks may have no root yet after those of ``step``, though they are to be preconditioned."""
+        return 1 <= self.schedule_step(step) < self.refresh.period_at(1)
+
     @property
     def ridge(self) -> Ridge:
         """What is added to the factors before a root is taken: eps to sums, damping to means."""
@@ -305,22 +198,6 @@ class Hyper:
         if self.scale.kind == "adagrad":
             return 1.0
         return self.beta2 if self.scale.beta2 is None else self.scale.beta2
-
-
-def parse_refresh(value: object) -> Refresh:
-    """Turn an int, or an object, into a schedule.
-
-    Raises:
-        OptionError: it is neither.
-
-    >>> parse_refresh(5)
-    Every(steps=5, spread=True)
-    """
-    if isinstance(value, Every | Warmup | Adaptive):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Every(value)
-    raise OptionError(f"refresh must be an int, Every, Warmup or Adaptive, got {value!r}.")
 
 
 def parse_scale(value: object) -> Scale:

@@ -15,6 +15,7 @@ from kronscope.optim.stacks import factor_dtype
 
 __all__ = [
     "BASIS_COST",
+    "CALL_COST",
     "ELEMENT_COST",
     "ROOT_COST",
     "STEP_CALLS",
@@ -22,6 +23,7 @@ __all__ = [
     "adamw_calls",
     "block_work",
     "call_counts",
+    "counted_cost",
     "first_work",
     "layout_work",
     "refresh_cost",
@@ -38,6 +40,8 @@ ELEMENT_COST = 60.0
 # What a step takes for its calls alone, whatever the sizes, counted in products of two small matrices (fitted to the
 # CPU time of steps of 1 ... 100 layers of 16 x 8 and a little more, of one shape and of many, by the three families).
 STEP_CALLS = 250.0
+# What a call of a small product costs where nothing is measured, in multiply-adds of a large one.
+CALL_COST = 5e4
 _MATRIX_CALLS, _VECTOR_CALLS = 45.0, 14.0
 _STACK_CALLS, _REFRESH_CALLS, _ROOT_CALLS = 350.0, 450.0, 10.0
 _ADAMW_CALLS, _ADAMW_STEP_CALLS = 8.0, 60.0
@@ -76,13 +80,25 @@ def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]
 
 
 def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
-    """Return the cost of a step that takes every root of one parameter, as the first ones do."""
+    """Return the cost of one of the first steps, roots spread over the period that is in force then."""
     if layout.is_elementwise:
         return ELEMENT_COST * numel
+    period = hyper.refresh.period_at(1)
     return sum(
-        tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes))
+        tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period)
         for tile in layout.tiles
     )
+
+
+def counted_cost(entries: Sequence[tuple[Tensor, Layout, Hyper]]) -> float:
+    """Return the cost of a step, calls included, in multiply-adds of a matrix product; the same on every machine."""
+    known: dict[tuple[Layout, int], float] = {}
+    for _, layout, hyper in entries:
+        key = (layout, id(hyper))
+        if key not in known and not layout.frozen:
+            known[key] = layout_work(layout, hyper, math.prod(layout.shape))[1]
+    work = sum(known[layout, id(hyper)] for _, layout, hyper in entries if not layout.frozen)
+    return work + CALL_COST * (STEP_CALLS + sum(calls.later for calls in call_counts(entries)))
 
 
 class Calls(NamedTuple):
@@ -90,7 +106,7 @@ class Calls(NamedTuple):
 
     Attributes:
         later: Roots spread over their period.
-        first: With every root, as in the first steps.
+        first: In the first steps.
     """
 
     later: float
@@ -116,10 +132,14 @@ def call_counts(entries: Sequence[tuple[Tensor, Layout, Hyper]]) -> list[Calls]:
             continue
         own = sum(tile.total * len(tile.modes) for tile in layout.tiles)
         modes = len(layout.tiles[0].modes)
-        period = hyper.refresh.period
-        common = [_STACK_CALLS + _REFRESH_CALLS * modes * due for due in (min(1.0, blocks[key] / period), 1.0)]
-        later, first = (_MATRIX_CALLS + share / members[key] for share in common)
-        found.append(Calls(later + _ROOT_CALLS * own / period, first + _ROOT_CALLS * own))
+        periods = hyper.refresh.period, hyper.refresh.period_at(1)
+        later, first = (
+            _MATRIX_CALLS
+            + (_STACK_CALLS + _REFRESH_CALLS * modes * min(1.0, blocks[key] / period)) / members[key]
+            + _ROOT_CALLS * own / period
+            for period in periods
+        )
+        found.append(Calls(later, first))
     return found
 
 

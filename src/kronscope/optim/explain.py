@@ -12,20 +12,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kronscope.optim.blocks import Layout
+from kronscope.errors import OptionError
+from kronscope.optim.blocks import DEFAULT_BLOCK, DEFAULT_RATIO_OF_SIDES, Layout
 from kronscope.optim.config import Hyper
-from kronscope.optim.costs import ELEMENT_COST, STEP_CALLS, Calls, adamw_calls, call_counts, first_work, layout_work
+from kronscope.optim.costs import (
+    CALL_COST,
+    ELEMENT_COST,
+    STEP_CALLS,
+    Calls,
+    adamw_calls,
+    call_counts,
+    first_work,
+    layout_work,
+)
 from kronscope.optim.elementwise import elementwise_state
 from kronscope.optim.stacks import factor_dtype, in_form_for, initial_state
 
 __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
 
 FROZEN = "frozen"
+_LIMITED = (
+    f"where roots would cost more than they gain, sides are cut into at most {DEFAULT_BLOCK}, and one "
+    f"{DEFAULT_RATIO_OF_SIDES} times as long as the other has no factor; block_size=math.inf leaves matrices whole"
+)
 _PRODUCT_SIZE = 384
-_MANY_STEPS = 10_000
 _SMALL_SIZE = 8
-# What a call of a small product costs where nothing is measured, in multiply-adds of a large one.
-_CALL_COST = 5e4
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,9 @@ class ExplanationRow:
         flops: Multiply-adds of a step, roots spread over their period.
         share: Fraction of the step's estimated cost.
         cost: That cost, in multiply-adds of a matrix product that take as long.
-        first_cost: The same of a step that takes every root, as the first ones do.
+        first_cost: The same of one of the first steps.
         calls: What small layers take beside it, in calls of a small product: later on, and in the first steps.
+        limited: It was cut, or has no factor for one side, because its roots would cost more than they gain.
     """
 
     name: str
@@ -63,6 +75,7 @@ class ExplanationRow:
     cost: float
     first_cost: float
     calls: Calls
+    limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +87,14 @@ class Explanation:
         adamw_bytes: Bytes that AdamW's state would have for the parameters that are trained.
         adamw_cost: What a step of AdamW would cost, in the unit of the rows' costs.
         call_cost: What the call of a small product costs, in the same unit: measured, where ``rate`` is.
-        first_steps: Number of steps at the beginning that take every root.
+        first_steps: Number of steps at the beginning that take roots more often.
+        first_period: Period of the roots in these steps; 1 takes every root.
         rate: Multiply-adds of a matrix product in a second, measured; None where it says nothing: with several
             processes, which divide the work.
         parallel: Who does what, keeps what and sends what; empty for one process.
         as_rows: Whether ``str`` gives the rows.
+        step_seconds: Seconds of a forward and backward pass, as the caller said.
+        budgets: What became of each :class:`~kronscope.Budget`, in words.
     """
 
     rows: tuple[ExplanationRow, ...]
@@ -86,9 +102,12 @@ class Explanation:
     adamw_cost: float = 0.0
     call_cost: float = 0.0
     first_steps: int = 1
+    first_period: int = 1
     rate: float | None = None
     parallel: str = ""
     as_rows: bool = False
+    step_seconds: float | None = None
+    budgets: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -111,10 +130,11 @@ class Explanation:
             f"{len(trained)} parameters of {numbers / 1e6:.2f} million numbers",
             f"state: {_mib(self.total_bytes)} MiB, AdamW's: {_mib(self.adamw_bytes)} MiB",
             f"a step: {later} ({flops:.2f} GFLOP), AdamW's: {self._time(self.adamw_cost)}",
-            f"the first {self.first_steps} steps, which take every root: {first} each"
-            if self.first_steps > 1
-            else f"the first step, which takes every root: {first}",
+            f"{self._first()}: {first}{' each' * (self.first_steps > 1)}",
+            *self._shares(),
             f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
+            *self.budgets,
+            *([_LIMITED] * any(row.limited for row in trained)),
             "",
             self._groups(trained),
             *([f"frozen: {len(self.rows) - len(trained)} parameters"] if len(trained) < len(self.rows) else []),
@@ -143,13 +163,41 @@ class Explanation:
             )
         return table(("number", "shape", "treated as", "factors", "MiB", "first steps", "later steps"), lines)
 
+    def _first(self) -> str:
+        if self.first_steps == 1:
+            return "the first step, which takes every root"
+        roots = f"with each root once every {self.first_period}" if self.first_period > 1 else "which take every root"
+        return f"the first {self.first_steps} steps, {roots}"
+
+    def _shares(self) -> list[str]:
+        if self.step_seconds is None:
+            return []
+        beside = f"beside a forward and backward of {1e3 * self.step_seconds:.3g} ms"
+        later, first = self.share(), self.share(first=True)
+        if later is None or first is None or self.rate is None:
+            return [f"share of a step, {beside}: not known where processes divide the work"]
+        plain = self.adamw_cost / self.rate
+        adamw = 100 * plain / (plain + self.step_seconds)
+        return [f"share of a step, {beside}: {100 * later:.1f} %, at first {100 * first:.1f} %, AdamW's: {adamw:.1f} %"]
+
     def milliseconds(self, *, first: bool = False) -> float | None:
         """Return the estimate of a step's time; None where the work is divided over processes.
 
         Args:
-            first: Of a step that takes every root, as the first ones do.
+            first: Of one of the first steps, which take roots more often.
         """
         return None if self.rate is None else 1e3 * self._step_cost(first=first) / self.rate
+
+    def share(self, *, first: bool = False) -> float | None:
+        """Return the expected share of a step's time, forward and backward included; None where a time is not known.
+
+        Args:
+            first: Of one of the first steps, which take roots more often.
+        """
+        milliseconds = self.milliseconds(first=first)
+        if milliseconds is None or self.step_seconds is None:
+            return None
+        return milliseconds / (milliseconds + 1e3 * self.step_seconds)
 
     def _step_cost(self, *, first: bool) -> float:
         return self._cost(self.rows, first=first) + self.call_cost * STEP_CALLS
@@ -213,6 +261,8 @@ def explain_plan(
     describe: Callable[[dict[Tensor, dict[str, int]]], str],
     *,
     rows: bool = False,
+    step_seconds: float | None = None,
+    budgets: tuple[str, ...] = (),
 ) -> Explanation:
     """Work out bytes and FLOPs of each parameter.
 
@@ -220,7 +270,14 @@ def explain_plan(
         entries: Name, parameter, layout and options.
         describe: Says how processes share the work, given the bytes of each tensor of each parameter's state.
         rows: Whether ``str`` gives all rows.
+        step_seconds: Seconds of a forward and backward pass.
+        budgets: What became of each budget, in words.
+
+    Raises:
+        OptionError: ``step_seconds`` is not positive.
     """
+    if step_seconds is not None and not 0 < step_seconds < math.inf:
+        raise OptionError(f"step_seconds must be the seconds of a forward and backward pass, got {step_seconds!r}.")
     known: dict[tuple[object, ...], _Counts] = {}
     counts = []
     for _, param, layout, hyper in entries:
@@ -239,16 +296,19 @@ def explain_plan(
     parallel = describe({e[1]: found.sizes for e, found in zip(entries, counts, strict=True) if not e[2].frozen})
     device = trained[0][0].device.type if trained else "cpu"
     rate = None if parallel or not trained else product_rate(device)
-    call_cost = _CALL_COST if rate is None else rate * call_seconds(device)
+    call_cost = CALL_COST if rate is None else rate * call_seconds(device)
     return Explanation(
         rows=made,
         adamw_bytes=sum(2 * param.numel() * factor_dtype(param).itemsize for param, _ in trained),
         adamw_cost=sum(ELEMENT_COST * param.numel() for param, _ in trained) + call_cost * adamw_calls(len(trained)),
         call_cost=call_cost,
-        first_steps=max((_first_steps(hyper) for hyper in {id(h): h for _, h in trained}.values()), default=1),
+        first_steps=max((hyper.refresh.first_steps for _, hyper in trained), default=1),
+        first_period=min((hyper.refresh.period_at(1) for _, hyper in trained), default=1),
         rate=rate,
         parallel=parallel,
         as_rows=rows,
+        step_seconds=step_seconds,
+        budgets=budgets,
     )
 
 
@@ -285,15 +345,8 @@ def _row(
         cost=counts.cost,
         first_cost=counts.first_cost,
         calls=calls,
+        limited=layout.limited,
     )
-
-
-def _first_steps(hyper: Hyper) -> int:
-    """Return how many steps at the beginning take every root."""
-    step = 1
-    while step < _MANY_STEPS and hyper.refresh.takes_all(step + 1):
-        step += 1
-    return step
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 from kronscope.errors import StateError
 from kronscope.kron.operators import Operator
 from kronscope.kron.rescues import RETRIED, Rescue
+from kronscope.optim.budgets import in_words
 from kronscope.optim.diagnostics import Diagnostics, diagnose, fresh_products
 from kronscope.optim.explain import Explanation, explain_plan
 from kronscope.optim.live import live_operator
@@ -80,15 +81,20 @@ class InspectedOptimizer(PlannedOptimizer):
         near = difflib.get_close_matches(param, by_name, 3, 0.5) or list(by_name)[:3]
         raise StateError(f"operator() was asked for {param!r}, which this optimizer does not have; it has {near}, ...")
 
-    def explain(self, *, rows: bool = False) -> Explanation:
+    def explain(self, *, rows: bool = False, step_seconds: float | None = None) -> Explanation:
         """Return the plan for each parameter, with its memory and time beside AdamW's; also before the first step.
 
         Args:
             rows: Whether ``print`` shows a line for each parameter instead of a summary by shape. The returned object
                 has the ``rows`` in any case.
+            step_seconds: Seconds of a forward and backward pass of yours; the plan then says which share of a step the
+                optimizer is expected to take.
 
         Returns:
             The plan; print it.
+
+        Raises:
+            OptionError: ``step_seconds`` is not positive.
         """
         self._check_plan()
         names = self._names()
@@ -101,6 +107,8 @@ class InspectedOptimizer(PlannedOptimizer):
             ],
             self._placement.describe,
             rows=rows,
+            step_seconds=step_seconds,
+            budgets=in_words(self.param_groups, self._layouts, self.rule),
         )
 
     def diagnostics(self, *, gather: bool = False, quick: bool = False) -> Diagnostics:

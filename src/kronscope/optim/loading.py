@@ -173,18 +173,24 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
         wanted = elementwise_state(ghost, factor_dtype(param))
     else:
         wanted = initial_state(ghost, layout, hyper)
+    surplus = sorted(key for key in saved if "factor" in key and key not in wanted)
+    if surplus:
+        raise StateError(
+            f"{name} {tuple(param.shape)}: the saved state has {', '.join(surplus)}, which have no place here; the "
+            f"parameter had more factors, or was cut into other blocks.{_hint(layout)}"
+        )
     for key, tensor in wanted.items():
         if key not in saved:
             raise StateError(
                 f"{name}: the saved state has no {key!r}. It has {sorted(saved)}; was it saved with other options "
                 f"(betas, scale, momentum, block_size, method), of a parameter with another role (named or not), or by "
-                f"another optimizer?"
+                f"another optimizer?{_hint(layout)}"
             )
         if not isinstance(saved[key], Tensor) or saved[key].shape != tensor.shape:
             found = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
             raise StateError(
                 f"{name} {tuple(param.shape)}: {key!r} is {found} in the saved state but {tuple(tensor.shape)} here; "
-                f"the parameter, or the blocks it is cut into, has another shape."
+                f"the parameter, or the blocks it is cut into, has another shape.{_hint(layout)}"
             )
         if saved[key].is_floating_point() != tensor.is_floating_point() or saved[key].is_complex():
             raise StateError(
@@ -225,6 +231,12 @@ def _flaw(key: str, value: Tensor, step: float) -> str:
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         return "contains NaN or infinity"
     return "is negative in places" if name in ("exp_avg_sq", "graft_sq") and float(value.amin()) < 0 else ""
+
+
+def _hint(layout: Layout) -> str:
+    """Return what helps with states of versions that left matrices whole by default."""
+    text = " Long sides are cut, or left out, by default; a state of whole matrices loads with block_size=math.inf."
+    return text if layout.limited else ""
 
 
 def loaded_tensors(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import SOLVER_MEMBERS, RootSolver
-from kronscope.optim.config import DEFAULT_REFRESH, Graft, Hyper, parse_refresh, parse_scale
+from kronscope.optim.config import DEFAULT_REFRESH, Budget, Graft, Hyper, parse_refresh, parse_scale
+from kronscope.optim.periods import Schedule
 from kronscope.optim.rules import Rule
 from kronscope.optim.solvers import CostModel
 
@@ -69,8 +70,13 @@ def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
     return checked
 
 
-def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
+def hyper_of(group: dict[str, Any], rule: Rule, schedule: Schedule = DEFAULT_REFRESH) -> Hyper:
     """Read a group's options as they are now; schedulers and people may have changed them.
+
+    Args:
+        group: The group.
+        rule: The optimizer's family.
+        schedule: What stands in for a :class:`~kronscope.Budget`, which only the whole plan can tell.
 
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
@@ -84,7 +90,7 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
         eps=float(group["eps"]),
         exponents=tuple(float(e) for e in _exponents(group)),
         scale=group["scale"],
-        refresh=group["refresh"],
+        refresh=schedule if isinstance(group["refresh"], Budget) else group["refresh"],
         damping=float(group["damping"]),
         start=group["start"],
         power_rounds=group["power_rounds"],

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from kronscope.errors import DistributedError, KronscopeError, OptionError
 from kronscope.optim.advice import check_group_names
 from kronscope.optim.blocks import Layout
-from kronscope.optim.config import Hyper
+from kronscope.optim.budgets import budgeted
+from kronscope.optim.config import Budget, Hyper, parse_refresh
 from kronscope.optim.loading import placed
 from kronscope.optim.naming import place_names, plain_names
 from kronscope.optim.options import (
@@ -25,6 +26,7 @@ from kronscope.optim.options import (
     layout_options,
 )
 from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, check_not_flattened, choose_placement
+from kronscope.optim.periods import Schedule
 from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import Stack
@@ -47,6 +49,7 @@ class PlannedOptimizer(Optimizer):
     _stacks_for: object
     _planned_with: list[tuple[object, ...]]
     _powers: dict[int, tuple[float, ...]]
+    _schedules: dict[Budget, Schedule]
     _hypers: dict[int, tuple[list[object], Hyper]]
     _placement: Placement
     _places: list[Tensor]
@@ -98,6 +101,7 @@ class PlannedOptimizer(Optimizer):
             thawed: Parameters that count as trained, whatever they say of themselves.
         """
         self._layouts.update(self._found_layouts(thawed))
+        self._schedules, self._hypers = {}, {}
         self._frozen = [param for param, layout in self._layouts.items() if layout.frozen]
         self._places = [param for group in self.param_groups for param in group["params"]]
 
@@ -215,7 +219,14 @@ class PlannedOptimizer(Optimizer):
                 warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return hyper_of(group, self.rule)
+        refresh = parse_refresh(group["refresh"])
+        return hyper_of(group, self.rule, *([self._scheduled(refresh)] if isinstance(refresh, Budget) else []))
+
+    def _scheduled(self, budget: Budget) -> Schedule:
+        """Return the schedule that keeps a budget, by the counted costs of the whole plan."""
+        if budget not in self._schedules:
+            self._schedules[budget] = budgeted(budget, self.param_groups, self._layouts, self.rule)
+        return self._schedules[budget]
 
     def _known_hyper(self, group: dict[str, Any]) -> Hyper:
         """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
@@ -258,4 +269,5 @@ class PlannedOptimizer(Optimizer):
         self._stacks = []
         self._stacks_for = None
         self._powers = {}
+        self._schedules = {}
         self._hypers = {}

@@ -248,6 +248,8 @@ def layout_options_of(group: Mapping[str, Any]) -> LayoutOptions:
         merge=group["merge"],
         split=tuple(split) if isinstance(split, list) else split,
         block_size=group["block_size"],
+        # sums are Adagrad's and the original Shampoo's, which have no blocks; and who gives a budget means to spend it
+        cuts=float(group["betas"][1]) < 1 and group["memory_budget"] is None,
     )
 
 

@@ -20,7 +20,7 @@ from kronscope.optim.grafts import graft_direction, rescaled, update_second_mome
 if TYPE_CHECKING:
     from kronscope.optim.rules.roots import RootRule
 
-__all__ = ["reference_update", "times", "update_in_bases", "update_with_roots"]
+__all__ = ["reference_update", "times", "update_in_bases", "update_with_roots", "with_sums"]
 
 
 def reference_update(
@@ -97,7 +97,10 @@ def update_with_roots(
                 update = update * positive_power(now[modes[0]] / grad.shape[mode], hyper.exponent(mode))
     if isinstance(hyper.scale, Graft):
         graft = graft_direction(mean, state.get("graft_sq"), hyper, step)
-        update = update * (graft.norm() / update.norm()) if preconditioned and update.norm() > 0 else graft
+        # a block that waits for its first root makes the graft's step
+        waits = hyper.waits_for_roots(step) and not any(state["spectrum"][mode, 0] > 0 for mode in modes)
+        is_own = preconditioned and not waits and update.norm() > 0
+        update = update * (graft.norm() / update.norm()) if is_own else graft
     elif isinstance(hyper.scale, Norm) and update.norm() > 0:
         update = update * (hyper.scale.rms * math.sqrt(grad.numel()) / update.norm())
     elif isinstance(hyper.scale, Trace) and hyper.scale.bound is not None:
@@ -160,9 +163,26 @@ def update_in_bases(
             turn = new.T @ old
             if hyper.beta1 > 0:
                 state["exp_avg"].copy_(times(turn, state["exp_avg"], mode))
-            state["exp_avg_sq"].copy_(times(turn**2, state["exp_avg_sq"], mode))
+            second = times(turn**2, state["exp_avg_sq"], mode)
+            state["exp_avg_sq"].copy_(
+                with_sums(second.unsqueeze(0), (new.T @ factor @ new).diag().unsqueeze(0), mode)[0]
+            )
             state[f"basis{mode}"].copy_(new)
     return rescaled(update.unsqueeze(0), hyper)[0]
+
+
+def with_sums(moments: Tensor, sums: Tensor, mode: int) -> Tensor:
+    """Scale the slices of moments (B, ...) along a mode so that they add up to ``sums`` (B, d); zeros stay zero.
+
+    Sums below the rounding of the largest are not known, and taken to be that: a second moment of zero would blow up
+    the rounding in gradients. It is float32's rounding also in float64, so that what arrives in a null space does not
+    depend much on the basis it happens to have there.
+    """
+    others = [axis for axis in range(1, moments.ndim) if axis != 1 + mode]
+    present = moments.sum(others, keepdim=True)
+    least = sums.amax(-1, keepdim=True) * default_cutoff(sums.shape[-1], torch.float32)
+    wanted = torch.maximum(sums, least).view(present.shape)
+    return moments * torch.where(present > 0, wanted / present, torch.ones_like(present))
 
 
 def times(matrix: Tensor, tensor: Tensor, mode: int) -> Tensor:

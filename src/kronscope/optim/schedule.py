@@ -113,13 +113,14 @@ def due_blocks(
         step: The step these blocks are at.
         anew: Whether every root is due, whatever the schedule says.
     """
-    at, period = hyper.schedule_step(step), hyper.refresh.period
+    at = hyper.schedule_step(step)
+    period = hyper.refresh.period_at(at)
     count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
     due: list[Tensor | None] = []
     for mode in range(len(stack.block)):
         if mode not in stack.modes or at < 1 or step < hyper.start:
             due.append(None)
-        elif anew or hyper.refresh.takes_all(at):
+        elif anew or period == 1:
             due.append(torch.arange(count))
         elif isinstance(rows, slice):
             due.append(stack.due(mode, (at - 1) % period, period, rows))
@@ -142,6 +143,6 @@ def stale_blocks(state: Tensors, mode: int, index: Tensor, hyper: Hyper, step: i
 def residuals_to_check(state: Tensors, mode: int, rows: Tensor | slice, hyper: Hyper, step: int) -> Tensor | None:
     """Return how badly some blocks' roots fit their factors, where that decides; None where all of them are due."""
     schedule = hyper.refresh
-    if not isinstance(schedule, Adaptive) or schedule.takes_all(hyper.schedule_step(step)):
+    if not isinstance(schedule, Adaptive) or hyper.schedule_step(step) <= schedule.first_steps:
         return None
     return hyper.rule.residuals(state, mode, rows, hyper, step)

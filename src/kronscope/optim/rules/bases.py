@@ -85,7 +85,8 @@ class EigenbasisRule(Rule):
         """Return the cost of a basis, and of turning both moments into it."""
         size, entries = float(block[mode]), math.prod(block)
         basis = BASIS_COST if hyper.solver.is_warm else ROOT_COST
-        return basis * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
+        # one product more gives the sums of the second moment
+        return (basis + 1) * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
 
     def passes(self, hyper: Hyper) -> int:
         """Return 3: a Gram matrix, and two turns."""

@@ -17,7 +17,7 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, positive_power
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace, Warmup
 from kronscope.optim.grafts import block_norms
 from kronscope.optim.reference import times
 from kronscope.optim.rules import register
@@ -43,6 +43,8 @@ class KLRule(RootRule):
     title = "KL-Shampoo"
     class_name = "KLShampoo"
     is_plain_product = True
+    # its factors need each other's roots, and three steps are not enough (benchmarks/records/frontier)
+    default_refresh: ClassVar[Refresh] = Warmup(5, 10)
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
 
@@ -122,10 +124,10 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: Weight decay.
         scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
             it.
-        refresh: As for :class:`Shampoo`.
+        refresh: As for :class:`Shampoo`; by default every root in each of the first 5 steps, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
-        block_size: Longest side of a block.
+        block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
         momentum: Heavy-ball momentum, after scaling.
         nesterov: Whether momentum has Nesterov's form.
@@ -164,10 +166,10 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: float = 0.0,
         *,
         scale: str | Trace | Graft | Norm | None = DEFAULT_SCALE,
-        refresh: int | Refresh = DEFAULT_REFRESH,
+        refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
-        block_size: int | None = None,
+        block_size: float | None = None,
         memory_budget: float | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,

@@ -136,14 +136,14 @@ class RootRule(Rule):
         """Take the roots of the factors of one mode and some blocks anew."""
         factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
         basis = state.get(f"basis{mode}")
-        root = state[f"root{mode}"]
+        root, first = state[f"root{mode}"], hyper.takes_first_roots(step)
         found = solve_roots(
             factors,
             hyper.exponent(mode),
             hyper.ridge,
             hyper.solver,
-            previous=unpack(root[index]) if step > 1 else None,
-            warm=None if basis is None or step == 1 else basis[index],
+            previous=None if first else unpack(root[index]),
+            warm=None if basis is None or first else basis[index],
         )
         trace = stored_traces(factors) + hyper.ridge.eps * factors.shape[-1]
         spectrum = torch.cat([trace.unsqueeze(-1), found.extremes, found.residuals.unsqueeze(-1)], -1)
@@ -180,6 +180,9 @@ class RootRule(Rule):
             update = graft() if grafted else mean / correction
         if grafted and step >= hyper.start:
             update = with_lengths_of(graft, update, moments.lengths)
+            if hyper.waits_for_roots(step):
+                seen = (state["spectrum"][:, list(modes), 0] > 0).any(1)
+                update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, graft())
         elif not grafted:
             weights = self._weights(state, mean, modes, hyper, step)
             if weights is not None:

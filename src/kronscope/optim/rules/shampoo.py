@@ -103,12 +103,15 @@ class Shampoo(KroneckerOptimizer):
         exponent: Exponent of each factor, or one for each: -0.25 is the original Shampoo, -0.5 is Shampoo².
         scale: ``"trace"``, ``"adam"``, ``"adagrad"``, ``"rmsprop"``, ``"sgd"``, ``"norm"``, None, or an object
             (:class:`~kronscope.Trace`, :class:`~kronscope.Graft`, :class:`~kronscope.Norm`).
-        refresh: Steps between two roots of a factor, or an object (:class:`~kronscope.Every`,
-            :class:`~kronscope.Warmup`, :class:`~kronscope.Adaptive`). Not all factors take their root at the same step.
+        refresh: Steps between two roots of a factor; an object (:class:`~kronscope.Every`,
+            :class:`~kronscope.Warmup`, :class:`~kronscope.Adaptive`, :class:`~kronscope.Budget`); or ``"auto"``, a
+            budget of a fifth of the run. Not all factors take their root at the same step.
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
         start: First preconditioned step. Before it the step is the graft's, or plain gradient descent. ``math.inf``
             means never.
-        block_size: Longest side of a block; None leaves matrices whole where the memory budget allows it.
+        block_size: Longest side of a block. None cuts sides longer than 256 into equal parts, and a longer matrix that
+            is 16 times as long as wide has a factor for its short side only; with sums, or a memory budget, it is as
+            ``math.inf``, which leaves matrices whole where memory allows it.
         memory_budget: Bytes for the factors and roots of all groups that do not have a budget of their own. None allows
             16 times the size of the parameters, or 64 MiB if that is more.
         power_rounds: Rounds of power iteration per update; more than one moves the factors towards those of the optimal
@@ -158,10 +161,10 @@ class Shampoo(KroneckerOptimizer):
         *,
         exponent: float | tuple[float, ...] = -0.5,
         scale: str | Trace | Graft | Norm | None = DEFAULT_SCALE,
-        refresh: int | Refresh = DEFAULT_REFRESH,
+        refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
-        block_size: int | None = None,
+        block_size: float | None = None,
         memory_budget: float | None = None,
         power_rounds: int = 1,
         momentum: float = 0.0,

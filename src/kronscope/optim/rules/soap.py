@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, short_first
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh
-from kronscope.optim.reference import update_in_bases
+from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh, Warmup
+from kronscope.optim.reference import update_in_bases, with_sums
 from kronscope.optim.rules import Moments, Rule, register
 from kronscope.optim.rules.bases import EigenbasisRule
 from kronscope.optim.rules.published_soap import PublishedSoapRule
@@ -37,11 +37,15 @@ _SOLVER = WarmQR()
 class SoapRule(EigenbasisRule):
     r"""Adam in bases that start at the identity, so that the first step is Adam's.
 
-    When a basis changes by :math:`T = Q_{new}^\top Q_{old}`, the mean turns with :math:`T` and the second moment with
-    its squared entries.
+    When a basis changes by :math:`T = Q_{new}^\top Q_{old}`, the mean turns with :math:`T`. The second moment is
+    multiplied by the squared entries of :math:`T`, which leaves it too even, and then each of its rows is given the sum
+    that is known: that of :math:`Q^\top G` is :math:`\sum_j \mathrm{E}[(Q^\top G)_{ij}^2] = (Q^\top A Q)_{ii}` for
+    the factor :math:`A = \mathrm{E}[G G^\top]`.
     """
 
     carries = True
+    # its first bases can wait a few steps: until then it is Adam
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=5)
 
     def for_group(self, group: Mapping[str, Any]) -> Rule:
         """Return the published algorithm where ``reference=True`` asks for it."""
@@ -86,6 +90,8 @@ class SoapRule(EigenbasisRule):
         if hyper.beta1 > 0:
             state["exp_avg"][rows] = batched_times(turn, state["exp_avg"][rows], mode)
         state[f"basis{mode}"][rows] = found
+        second, factors = state["exp_avg_sq"][rows], unpack(state[f"factor{mode}"][rows])
+        state["exp_avg_sq"][rows] = with_sums(second, (found * (factors @ found)).sum(-2), mode)
 
     def reference(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
@@ -95,8 +101,8 @@ class SoapRule(EigenbasisRule):
 
 
 def new_basis(factors: Tensor, old: Tensor, hyper: Hyper, step: int) -> Tensor:
-    """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first step if asked."""
-    if hyper.solver.is_warm and step > 1:
+    """Return the eigenbases of factors (B, d, d), in descending order; warm-started after the first ones if asked."""
+    if hyper.solver.is_warm and not hyper.takes_first_roots(step):
         return improved_basis(factors, old, getattr(hyper.solver, "rounds", 1))
     return eigenbases(factors, old)
 
@@ -108,8 +114,9 @@ class SOAP(KroneckerOptimizer):
     .. math:: W \leftarrow W - \eta\, Q_L \frac{\hat m}{\sqrt{\hat v} + \epsilon} Q_R^\top .
 
     Both moments are kept in the bases. When a basis changes they are carried over: the mean is turned, and the second
-    moment multiplied by the squared entries of :math:`Q_{new}^\top Q_{old}`. A step uses the bases of the steps before
-    it; the first step is Adam's.
+    moment multiplied by the squared entries of :math:`Q_{new}^\top Q_{old}` and then, row by row, by what gives it the
+    sums :math:`(Q_{new}^\top L\, Q_{new})_{ii}` that it would have, had all gradients been seen in the new basis. A
+    step uses the bases of the steps before it; the first step is Adam's.
 
     Args:
         params: As for :class:`Shampoo`.
@@ -117,9 +124,10 @@ class SOAP(KroneckerOptimizer):
         betas: Decay of the gradient's mean, and of second moment and factors. 1 for the second means sums.
         eps: Adam's eps.
         weight_decay: Weight decay.
-        refresh: When the bases are computed anew, as for :class:`Shampoo`.
+        refresh: When the bases are computed anew, as for :class:`Shampoo`. By default the first ones are spread over
+            five steps, and each is taken once every five of the first 20.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
-        block_size: Longest side of a block.
+        block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
         decay: Kind of weight decay, as for :class:`Shampoo`.
         maximize: Maximise the loss instead of minimising it.
@@ -158,9 +166,9 @@ class SOAP(KroneckerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        refresh: int | Refresh = DEFAULT_REFRESH,
+        refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         scale: str | Norm | None = None,
-        block_size: int | None = None,
+        block_size: float | None = None,
         memory_budget: float | None = None,
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
         maximize: bool = False,

@@ -1,0 +1,253 @@
+"""When roots are taken: the first ones spread over steps, and periods that keep a budget by counted costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kronscope as ks
+from kronscope.errors import OptionError, StateError
+from kronscope.optim import SOAP, Budget, KLShampoo, Shampoo, Warmup
+from kronscope.optim.config import DEFAULT_REFRESH
+from tests.optim.tools import gradients, parameters, train
+
+KINDS = [Shampoo, KLShampoo, SOAP]
+
+
+# --- the first roots ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_roots_too_can_be_spread_over_steps(kind):
+    """Ten steps that took every root made the first twenty several times as long as the later ones."""
+    shapes = [(12, 8)] * 10
+    params = parameters(*shapes)
+    options = {} if kind is SOAP else {"refresh": Warmup(20, 10, within=5)}
+    optimizer = kind(params, 1e-2, **options)
+    roots = []
+    for step in range(40):
+        train(optimizer, params, [[gradients(shape, 40)[step]] for shape in shapes])
+        roots.append(optimizer.metrics()["roots"])
+    assert sum(roots[:5]) == 20, "each factor's first root comes within five steps"
+    assert sum(roots[:20]) == 4 * 20
+    assert sum(roots[20:30]) == sum(roots[30:]) == 20
+    assert max(roots) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_without_a_root_makes_adams_step(kind):
+    params = parameters(*[(6, 4)] * 4)
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    grads = [gradients((6, 4), 1, seed=place) for place in range(4)]
+    optimizer = kind(params, 1e-2, refresh=Warmup(8, 8, within=4))
+    train(optimizer, params, grads)
+    train(torch.optim.AdamW(twins, 1e-2, betas=(0.9, 0.95), weight_decay=0.0), twins, grads)
+    waiting = [int((optimizer.state[param]["tile0.refreshed"] > 0).sum()) == 0 for param in params]
+    assert True in waiting
+    for param, twin, waits in zip(params, twins, waiting, strict=True):
+        assert torch.allclose(param, twin, rtol=1e-6) == (waits or kind is SOAP)
+
+
+@pytest.mark.parametrize("scale", ["trace", None, "norm"])
+def test_a_block_without_a_root_and_without_a_graft_has_that_of_the_identity(scale):
+    (param,) = parameters((6, 4))
+    before, (grad,) = param.detach().clone(), gradients((6, 4), 1)
+    optimizer = Shampoo([param, *parameters((6, 4))], 1e-2, refresh=Warmup(8, 8, within=8), scale=scale)
+    optimizer.param_groups[0]["start"] = 1
+    train(optimizer, [param], [[grad]])
+    moved = before - param.detach()
+    if not int((optimizer.state[param]["tile0.refreshed"] > 0).sum()):
+        assert torch.cosine_similarity(moved.flatten(), grad.flatten(), 0) == pytest.approx(1)
+    assert torch.isfinite(moved).all()
+
+
+def test_a_warm_start_decomposes_the_first_time_whenever_that_is():
+    (param,) = parameters((6, 4))
+    late = SOAP([param], 1e-2, refresh=Warmup(8, 8, within=4), solver=ks.optim.WarmQR())
+    (grads,) = [gradients((6, 4), 4)]
+    train(late, [param], [grads])
+    state = late.state[param]
+    for mode in (0, 1):
+        basis = state[f"tile0.basis{mode}"][0]
+        assert int(state["tile0.refreshed"][0, mode]) > 0
+        assert torch.allclose(basis.T @ basis, torch.eye(len(basis), dtype=basis.dtype))
+    assert int(state["tile0.refreshed"].max()) > 1
+
+
+def test_a_warm_up_has_sensible_periods():
+    assert Warmup(10, 10).within == 1
+    assert ks.optim.config.decode('{"type": "Warmup", "first": 10, "every": 10, "spread": true}') == Warmup(10, 10)
+    with pytest.raises(OptionError, match=r"within=7.*first 5 steps"):
+        Warmup(5, 10, within=7)
+    with pytest.raises(OptionError, match="Warmup\\(within\\) must be a whole number"):
+        Warmup(5, 10, within=0)
+
+
+# --- states of the version before -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_whole_matrices_is_refused_in_words_and_loads_where_matrices_are_whole(kind):
+    def made(**options: Any) -> tuple[nn.Parameter, Any]:
+        (param,) = parameters((300, 4), dtype=torch.float32)
+        return param, kind([("fc.weight", param)], 1e-2, **options)
+
+    param, saver = made(block_size=math.inf, refresh=Warmup(10, 10))
+    train(saver, [param], [gradients((300, 4), 2, dtype=torch.float32)])
+    saved = saver.state_dict()
+    # the version before knew no other plan, and wrote no number for it
+    saved["param_groups"][0]["block_size"] = None
+    with pytest.raises(StateError, match=r"fc\.weight.*block_size=math\.inf"):
+        made()[1].load_state_dict(saved)
+    other, loader = made(block_size=math.inf)
+    loader.load_state_dict(saved)
+    assert loader.param_groups[0]["refresh"] == Warmup(10, 10)
+    with torch.no_grad():
+        other.copy_(param)
+    for which, optimizer in ((param, saver), (other, loader)):
+        train(optimizer, [which], [gradients((300, 4), 3, seed=5, dtype=torch.float32)])
+    assert torch.equal(param, other)
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+
+def layer(device: str = "meta") -> list[tuple[str, nn.Parameter]]:
+    shapes = {"qkv": (768, 256), "out": (256, 256), "up": (1024, 256), "down": (256, 1024)}
+    return [(f"layers.0.{name}.weight", nn.Parameter(torch.empty(s, device=device))) for name, s in shapes.items()]
+
+
+def period(budget: Budget, kind: Any = Shampoo) -> int:
+    row = kind(layer(), refresh=budget).explain().rows[0]
+    schedule = eval(row.refresh, {"Warmup": Warmup})
+    assert schedule.first == 2 * schedule.every
+    assert schedule.within == -(-schedule.every // 2)
+    return int(schedule.every)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_takes_roots_as_often_as_its_share_allows(kind):
+    periods = [period(Budget(share=0.2, rows=rows), kind) for rows in (256, 1024, 4096, 10**6)]
+    assert periods == sorted(periods, reverse=True)
+    assert periods[-1] == 1
+    assert periods[0] > periods[2] > 1
+    shares = [period(Budget(share=share), kind) for share in (0.1, 0.2, 0.5)]
+    assert shares == sorted(shares, reverse=True)
+    assert period(Budget(share=0.2, rows=1), kind) == Budget().longest
+
+
+def test_the_period_of_a_budget_is_the_least_that_keeps_it():
+    for budget in (Budget(rows=1500), Budget(share=0.4, rows=800), Budget(work=6e9)):
+        every = period(budget)
+        lines = [line for line in str(Shampoo(layer(), refresh=budget).explain()).splitlines() if "Budget(" in line]
+        share = float(lines[0].split(": ")[1].split(" %")[0]) / 100
+        assert share <= budget.share + 5e-4
+        closer = Budget(budget.share, budget.work, budget.rows, longest=every - 1)
+        assert "even with the longest period" in str(Shampoo(layer(), refresh=closer).explain())
+
+
+def test_auto_is_a_fifth_of_the_run_and_runs_repeat():
+    assert Shampoo(layer(), refresh="auto").param_groups[0]["refresh"] == Budget(share=0.2)
+
+    def trained() -> torch.Tensor:
+        params = parameters((6, 4), (5, 3))
+        optimizer = Shampoo(params, 1e-2, refresh=Budget(rows=10**6))
+        train(optimizer, params, [gradients(param.shape, 30) for param in params])
+        return torch.cat([param.detach().flatten() for param in params])
+
+    assert torch.equal(trained(), trained())
+
+
+def test_a_budget_is_saved_and_resumed():
+    params = parameters((6, 4), (5, 3))
+    saver = Shampoo(params, 1e-2, refresh=Budget(rows=10**6))
+    train(saver, params, [gradients(param.shape, 5) for param in params])
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    loader = Shampoo(others, 1e-2)
+    loader.load_state_dict(saver.state_dict())
+    assert loader.param_groups[0]["refresh"] == Budget(rows=10**6)
+    for which, optimizer in ((params, saver), (others, loader)):
+        train(optimizer, which, [gradients(param.shape, 12, seed=3) for param in which])
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def test_parameters_that_come_later_count_too():
+    named = layer()
+    budget = Budget(rows=2000)
+    later = Shampoo(named[:1], refresh=budget)
+    later.add_param_group({"params": named[1:]})
+    together = Shampoo([{"params": named[:1]}, {"params": named[1:]}], refresh=budget)
+    found = [{row.refresh for row in optimizer.explain().rows} for optimizer in (later, together)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 1
+
+
+def test_embeddings_do_not_count_as_work_of_a_forward():
+    table = ("tok_emb.weight", nn.Parameter(torch.empty(50_000, 256, device="meta")))
+    with_table = Shampoo([table, *layer()], refresh=Budget(rows=4096)).explain().rows[1].refresh
+    assert eval(with_table, {"Warmup": Warmup}).every >= period(Budget(rows=4096))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"share": 0.0}, "between 0 and 1"),
+        ({"share": 1.0}, "between 0 and 1"),
+        ({"work": 0.0}, "multiply-adds"),
+        ({"rows": 0}, "whole number"),
+        ({"longest": 2.5}, "whole number"),
+    ],
+)
+def test_a_budget_checks_its_numbers(options, words):
+    with pytest.raises(OptionError, match=words):
+        Budget(**options)
+
+
+def test_a_budget_of_seconds_needs_a_rate():
+    assert Budget.of_seconds(0.05, 0.1, rate=1e10) == Budget(share=0.1, work=5e8)
+    with pytest.raises(OptionError, match="positive seconds and rate"):
+        Budget.of_seconds(0.0, rate=1e10)
+    with pytest.raises(OptionError, match="refresh must be an int, 'auto', Every"):
+        Shampoo(layer(), refresh="often")  # type: ignore[arg-type]
+
+
+# --- the share of a step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_which_share_of_a_step_to_expect(kind):
+    plan = kind(layer()).explain(step_seconds=0.05)
+    later, first = plan.milliseconds(), plan.milliseconds(first=True)
+    assert plan.share() == pytest.approx(later / (later + 50))
+    assert plan.share(first=True) == pytest.approx(first / (first + 50))
+    assert later < first
+    assert f"share of a step, beside a forward and backward of 50 ms: {100 * plan.share():.1f} %" in str(plan)
+    assert kind(layer()).explain().share() is None
+    assert "share of a step" not in str(kind(layer()).explain())
+    for seconds, wrong in itertools.product([0.0, -1.0, math.inf], [kind]):
+        with pytest.raises(OptionError, match="step_seconds"):
+            wrong(layer()).explain(step_seconds=seconds)
+
+
+def test_explain_says_how_the_first_steps_take_roots():
+    assert "the first 20 steps, with each root once every 5: " in str(SOAP(layer()).explain())
+    assert "the first 3 steps, which take every root: " in str(Shampoo(layer()).explain())
+    assert Warmup(3, 10) == DEFAULT_REFRESH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_default_the_first_twenty_steps_take_little_more_than_two_passes_over_the_roots(kind):
+    """It was eleven passes; later, twenty steps take two."""
+    shapes = [(12, 8)] * 10
+    params = parameters(*shapes)
+    optimizer = kind(params, 1e-2)
+    passes = 0.0
+    for step in range(20):
+        train(optimizer, params, [[gradients(shape, 20)[step]] for shape in shapes])
+        passes += optimizer.metrics()["roots"] / 20
+    assert passes < 7
