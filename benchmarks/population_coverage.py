@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import kronscope as ks
-from kronscope.measures import Resampler
+from kronscope.measures.population import PopulationHalves
 
 NAMES = ("shampoo2", "shampoo", "optimal", "soap", "diagonal", "identity")
 SIZES = (20, 50, 200)
@@ -67,9 +67,13 @@ def table_of(population: Population, count: int, replications: int, truth: dict[
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in NAMES}
     for seed in range(replications):
         stream = population.sample(count, seed)
-        plug_in, resampler = cosines(stream), Resampler(stream, stream, "samples")
+        plug_in, halves = cosines(stream), PopulationHalves(stream, stream)
         for name in NAMES:
-            estimate = resampler.cosine(ks.approx.get(name).fit)
+            approximation = ks.approx.get(name)
+            if halves.knows(approximation, stream):
+                estimate = halves.cosine(approximation)
+            else:
+                estimate = halves.refits.cosine(approximation.fit)
             found[name].append((estimate.value, estimate.stderr, plug_in[name]))
     lines = []
     for name in NAMES:

@@ -17,11 +17,14 @@ from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.estimates import RandomColumns, checked
 from kronscope.measures.facts import MatrixFacts, matrix_facts, why_no_eigenvalue
 from kronscope.measures.operators import Given
+from kronscope.measures.population import FEWEST_SAMPLES, PopulationHalves, checked_population
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Detail, Row
 
 __all__ = ["Condition", "LayerStreams", "estimated_cosine", "layer_rows"]
+
+_Resampling = Resampler | OtherDraws | RandomColumns | PopulationHalves
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,13 @@ def layer_rows(
         given = approximation.fits_truth or isinstance(approximation, Given)
         if resampler is None or (resampler.fixed_truth and given):
             return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
-        return _resampled(resampler, approximation, streams.batches)
+        if isinstance(resampler, PopulationHalves) and resampler.knows(approximation, stream):
+            found = resampler.cosine(approximation)
+        else:
+            refits = resampler.refits if isinstance(resampler, PopulationHalves) else resampler
+            found = _resampled(refits, approximation, streams.batches)
+        population = streams.resample == "samples" and not streams.whole_square
+        return checked_population(found, condition.samples) if population else found
 
     started = time.perf_counter()
     facts = _facts(streams, truth, resampler, probes)
@@ -154,15 +163,16 @@ def layer_rows(
 def _facts(
     streams: LayerStreams,
     truth: SecondMoment,
-    resampler: Resampler | OtherDraws | RandomColumns | None,
+    resampler: _Resampling | None,
     probes: Probes | None,
 ) -> MatrixFacts:
     """What rows say of the matrix; its norm is not computed for probes, and not known from few steps of a run."""
     if probes is not None or (streams.whole_square and resampler is None):
         return MatrixFacts(truth.trace(), math.nan)
-    sampled = isinstance(resampler, Resampler) and not resampler.fixed_truth
-    norm = resampler.norm if isinstance(resampler, Resampler) and sampled else None
-    wanted = streams.eigenvalue and not why_no_eigenvalue(streams.truth, population=sampled)
+    norm = None
+    if isinstance(resampler, (Resampler, PopulationHalves)) and not resampler.fixed_truth:
+        norm = resampler.norm
+    wanted = streams.eigenvalue and not why_no_eigenvalue(streams.truth, population=norm is not None)
     try:
         return matrix_facts(streams.truth, norm, eigenvalue=wanted)
     except DataError:  # beyond the range of float64, as each row will say
@@ -195,12 +205,14 @@ def _plain_cosine(truth: SecondMoment, approximation: Approximation, stream: Gra
     return cosine(truth, approximation.fit(stream))
 
 
-def _resampler(streams: LayerStreams) -> Resampler | OtherDraws | RandomColumns | None:
+def _resampler(streams: LayerStreams) -> _Resampling | None:
     if streams.resample is None:
         return None
     if streams.resample == "columns":
         return RandomColumns.of(streams.truth)
     if streams.resample == "samples":
+        if streams.truth.num_samples >= FEWEST_SAMPLES and not streams.whole_square:
+            return PopulationHalves(streams.truth, streams.fitted)
         return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
     return _drawn_fit(streams)
 

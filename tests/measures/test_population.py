@@ -1,0 +1,133 @@
+"""The population's cosine from halves of the samples: against fits with samples left out, and known populations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kronscope as ks
+from kronscope.curvature.sample_pairs import sample_pairs
+from kronscope.gradients.atoms import DenseAtoms
+from kronscope.measures import Estimate, Resampler
+from kronscope.measures.population import PopulationHalves, checked_population
+from tests.gradients.zoo import Attention, images
+from tests.measures.test_resampling import Population
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def _stream(kind: str, samples: int = 9) -> ks.GradientStream:
+    torch.manual_seed(3)
+    if kind == "dense":
+        return ks.GradientStream.from_tensors(torch.randn(samples, 3, 4).double(), torch.rand(samples).double())
+    if kind == "columns":
+        grads = torch.randn(samples, 2, 3, 4, dtype=torch.float64)
+        weights = torch.full((samples,), 1 / samples, dtype=torch.float64)
+        return ks.GradientStream.of_chunks(DenseAtoms(grads, weights, torch.arange(samples)))
+    positions = 1 if kind == "factored" else 3
+    rows, cols = torch.randn(samples, positions, 3).double(), torch.randn(samples, positions, 4).double()
+    return ks.GradientStream.from_factors(rows, cols)
+
+
+def _atoms(stream: ks.GradientStream) -> tuple[Tensor, Tensor]:
+    """Gradients (N, c, mn) and weights (N,)."""
+    chunks = [chunk.dense() for chunk in stream]
+    return torch.cat([chunk.grads.flatten(2) for chunk in chunks]).double(), stream.weights()
+
+
+@pytest.mark.parametrize("kind", ["dense", "columns", "factored", "shared"])
+def test_pairs_of_samples_are_those_of_the_whole_table(kind: str) -> None:
+    stream = _stream(kind)
+    grads, weights = _atoms(stream)
+    table = torch.einsum("ica,jda->ijcd", grads, grads).square().sum((2, 3)).fill_diagonal_(0)
+    groups = torch.arange(9) % 3
+    expected = torch.stack([(table * weights)[:, groups == group].sum(1) for group in range(3)], 1)
+    torch.testing.assert_close(sample_pairs(ks.SecondMoment(stream), groups), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dense", "columns", "factored", "shared"])
+def test_the_value_is_that_of_dense_halves(kind: str) -> None:
+    stream = _stream(kind, 10)
+    grads, weights = _atoms(stream)
+    halves = [torch.arange(10) % 2 == half for half in (0, 1)]
+    parts = [ks.GradientStream.from_tensors(grads.view(10, -1, 3, 4)[half].flatten(0, 1)) for half in halves]
+    matrices, fits = [], []
+    for half, part in zip(halves, parts, strict=True):
+        share = (weights[half] / weights[half].sum()).repeat_interleave(grads.shape[1])
+        matrices.append(torch.einsum("i,ia,ib->ab", share, *[grads[half].flatten(0, 1)] * 2))
+        fits.append(ks.approx.get("shampoo2").fit(part.reweighted(share)).to_dense())
+    (a, b), (k, l) = matrices, fits  # noqa: E741
+    expected = math.sqrt(float((b * k).sum() * (a * l).sum() / ((k * l).sum() * (a * b).sum())))
+    found = PopulationHalves(stream, stream).cosine(ks.approx.get("shampoo2"))
+    assert found.value == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["shampoo2", "shampoo", "optimal", "one-sided", "identity"])
+def test_it_agrees_with_fits_that_leave_samples_out(name: str) -> None:
+    stream = ks.GradientStream.from_tensors(Population().sample(120, 0))
+    approximation = ks.approx.get(name)
+    found = PopulationHalves(stream, stream).cosine(approximation)
+    oracle = Resampler(stream, stream, "samples").cosine(approximation.fit)
+    assert abs(found.value - oracle.value) < 1.5 * oracle.stderr
+    assert 0.5 * oracle.stderr < found.stderr < 2.5 * oracle.stderr
+
+
+@pytest.mark.parametrize("name", ["kfac-reduce", "kfac-expand", "shampoo2"])
+@pytest.mark.parametrize("labels", ["exact", "real"])
+def test_few_samples_of_a_model_say_what_many_do(name: str, labels: str) -> None:
+    torch.manual_seed(0)
+    model = Attention(True).double()
+    data = [(images(60, 3, 5), torch.randint(4, (60,)))]
+    layer = "attention.out_proj.weight"
+    options: dict[str, Any] = {"labels": labels, "approximations": [name], "progress": False}
+    row = ks.measure(model, LOSS, data, layer, population=True, **options).rows[0]
+    many = [(images(1000, 3, 5), torch.randint(4, (1000,)))]
+    plain = ks.measure(model, LOSS, many, layer, **options).rows[0]
+    assert abs(row.cosine - plain.cosine) < 3 * row.stderr + 3e-4
+    assert row.stderr < 0.06
+
+
+@pytest.mark.parametrize("name", ["shampoo2", "shampoo", "optimal"])
+def test_error_bars_cover_a_known_population(name: str) -> None:
+    population, approximation = Population(), ks.approx.get(name)
+    truth, inside = population.cosine(name), 0
+    for seed in range(50):
+        stream = ks.GradientStream.from_tensors(population.sample(40, seed))
+        found = PopulationHalves(stream, stream).cosine(approximation)
+        inside += abs(found.value - truth) <= 2 * found.stderr
+    assert inside >= 44
+
+
+def test_many_directions_and_few_samples_do_not_lead_past_one() -> None:
+    # what fitting with samples left out reads as 1.04 and more
+    generator = torch.Generator().manual_seed(0)
+    stream = ks.GradientStream.from_factors(
+        torch.randn(64, 1, 40, generator=generator).double(), torch.randn(64, 1, 50, generator=generator).double()
+    )
+    found = PopulationHalves(stream, stream).cosine(ks.approx.get("shampoo2"))
+    assert abs(found.value - 1.0) <= 3 * found.stderr
+
+
+def test_a_population_answer_is_a_cosine_or_nan_with_the_reason() -> None:
+    assert checked_population(Estimate(1.02, 0.03), 20).value == 1.0
+    silent = checked_population(Estimate(0.2, 0.5), 20)
+    assert math.isnan(silent.value)
+    assert "20 samples say too little" in silent.note
+    assert math.isnan(checked_population(Estimate(1.5, 0.01), 20).value)
+    # gradients that share no direction say nothing of what they are drawn from
+    apart = ks.GradientStream.from_tensors(torch.eye(12, dtype=torch.float64).view(12, 3, 4))
+    found = PopulationHalves(apart, apart).cosine(ks.approx.get("shampoo2"))
+    assert math.isnan(found.value)
+    assert "use more" in found.note
+
+
+def test_what_has_no_formula_is_fitted_again() -> None:
+    stream = ks.GradientStream.from_tensors(Population().sample(20, 0))
+    halves = PopulationHalves(stream, stream)
+    assert not halves.knows(ks.approx.get("soap"), stream)
+    assert not halves.knows(ks.approx.get("shampoo2"), stream.map(lambda chunk: chunk))
+    assert halves.refits is halves.refits
