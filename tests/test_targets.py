@@ -12,7 +12,7 @@ from torch import nn
 
 from kronscope import approx
 from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
-from kronscope.targets import approximation_names, load_data, load_model
+from kronscope.targets import approximation_names, load_data, load_loss, load_model
 
 
 class Network(nn.Linear):
@@ -119,3 +119,20 @@ def test_all_approximations_means_nothing_besides() -> None:
     assert approximation_names(["all"]) == approx.names()
     with pytest.raises(OptionError, match="leave out nope"):
         approximation_names(["all", "nope"])
+
+
+def test_a_loss_is_a_name_with_options_or_an_object_of_the_users() -> None:
+    smoothed = load_loss("cross-entropy(label_smoothing=0.1, reduction='sum')")
+    assert isinstance(smoothed, nn.CrossEntropyLoss)
+    assert (smoothed.label_smoothing, smoothed.reduction) == (0.1, "sum")
+    assert isinstance(load_loss("torch.nn:SmoothL1Loss"), nn.SmoothL1Loss)
+    assert load_loss("torch.nn.functional:mse_loss") is nn.functional.mse_loss
+    for wrong, words in (
+        ("hinge", "one of cross-entropy, mse, bce, or"),
+        ("mse(delta=2)", "delta"),
+        ("mse(2)", "options are numbers"),
+        ("mse(reduction=open('x'))", "options are numbers"),
+        ("math:pi", "must be a module or a function"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            load_loss(wrong)

