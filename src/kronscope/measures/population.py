@@ -20,7 +20,7 @@ approximations without a formula, and the tests compare with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kronscope.approx import Approximation, KfacExpand, KfacReduce, Optimal, Shampoo
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.middles import Spanned
 from kronscope.curvature.sample_pairs import sample_pairs
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -43,8 +44,6 @@ FEWEST_SAMPLES = 8
 _TOLERANCE = 1e-6
 # A sample left out leaves at least this share of a sum, so that logarithms stay finite.
 _LEAST_LEFT = 1e-3
-
-_Slope = Callable[[], Tensor]
 
 
 class PopulationHalves:
@@ -138,16 +137,24 @@ class PopulationHalves:
         other = self._moments[1 - half]
         (left, right), (other_left, other_right) = factors[half], factors[1 - half]
 
-        def left_slope() -> Tensor:
-            return (other.left(right) / products[1 - half] - other_left / overlaps[0]) / 2
+        def left_slope(vectors: Tensor | None = None) -> Tensor:
+            return _between((other.left(right) / products[1 - half] - other_left / overlaps[0]) / 2, vectors)
 
-        def right_slope() -> Tensor:
-            return (other.right(left) / products[1 - half] - other_right / overlaps[1]) / 2
+        def right_slope(vectors: Tensor | None = None) -> Tensor:
+            return _between((other.right(left) / products[1 - half] - other_right / overlaps[1]) / 2, vectors)
 
         if isinstance(approximation, (KfacReduce, KfacExpand)):
             reduce = isinstance(approximation, KfacReduce)
             return _kfac_terms(sources[half].stream, left_slope(), right_slope(), reduce=reduce)
-        return factor_terms(approximation, sources[half], left_slope, right_slope).sum(1)
+        bases: tuple[Spanned | None, Spanned | None] = (None, None)
+        if isinstance(approximation, Shampoo) and approximation.exponent != 1:
+            one, two = (factor.spectrum for factor in sources[half].factors())
+            bases = Spanned(one.vectors, one.values), Spanned(two.vectors, two.values)
+        return factor_terms(approximation, sources[half], bases, (left_slope, right_slope)).sum(1)
+
+
+def _between(matrix: Tensor, vectors: Tensor | None) -> Tensor:
+    return matrix if vectors is None else vectors.T @ matrix.to(vectors) @ vectors
 
 
 def _without(shares: Tensor, values: Tensor) -> Tensor:
