@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -46,3 +48,19 @@ def test_kernels_are_only_kept_within_the_share_of_the_budget() -> None:
     tight.keep_bytes = 16 * 50 * 50 - 1
     assert SecondMoment(tight).kernels() is None
     assert SecondMoment(tight).norm() > 0
+
+
+def test_a_layer_without_gradients_stops_no_other_and_its_curves_are_empty() -> None:
+    # the first factor of a low-rank adapter, as long as the second one is zero
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    nn.init.zeros_(model.get_parameter("1.weight"))
+    data = [(torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,)))]
+    details = ["spectrum", "exponents", "batch_sizes"]
+    for population in (False, True):
+        results = ks.measure(
+            model, nn.CrossEntropyLoss(), data, details=details, population=population, leading_eigenvalue=True
+        )
+        assert all("zero" in row.note for row in results.select(layer="0.weight"))
+        assert not any(math.isnan(row.cosine) for row in results.select(layer="2.weight"))
+        assert math.isnan(results.select(layer="0.weight").details[0].number("ratio"))
+        assert ("curves are of these samples" in str(results)) == population

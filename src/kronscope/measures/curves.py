@@ -43,7 +43,7 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
         singular vector and one round of power iteration from the identity,
         :math:`\alpha_1\sigma_1/\sqrt{\sum\alpha_i^2\sigma_i^2}`), ``sigma``, ``alpha_left``
         :math:`= \operatorname{tr} U_i` and ``alpha_right`` :math:`= \operatorname{tr} V_i`, ``rounds`` and ``residual``
-        of the optimum.
+        of the optimum. Of a matrix that is zero the first three are NaN.
 
     >>> import torch, kronscope as ks
     >>> stream = ks.GradientStream.from_tensors(torch.randn(50, 3, 4, generator=torch.Generator().manual_seed(0)))
@@ -52,6 +52,9 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
     (0.909, 1.0, 2)
     """
     moment = SecondMoment(stream)
+    if not moment.norm() > 0:
+        nothing: dict[str, Any] = {name: [] for name in ("sigma", "alpha_left", "alpha_right")}
+        return {"ratio": math.nan, "left": math.nan, "right": math.nan, **nothing, "rounds": 0, "residual": 0.0}
     best = Optimal().solve(stream)
     first_left, first_right = best.operator.left.matrix, best.operator.right.matrix
     grams = moment.left(), moment.right()

@@ -270,6 +270,8 @@ class Measurement:
                 f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from some of "
                 "them and random sums of the others, standard errors included"
             )
+        if self.options.population and any(record.fit.details for record in self.fits):
+            self.notes.append("curves are of these samples; only rows answer for their population")
         pending = {self.columns.truth: [spec.name for spec in recorder.specs]}
         for record in self.fits:
             record.rows = {spec.name: [] for spec in recorder.specs}

@@ -94,6 +94,8 @@ class PopulationHalves:
         shares = self._shares
         square = float(shares[0] @ self._crossed[0])
         if not square > 0:
+            if not SecondMoment(self.truth).trace() > 0:
+                return Estimate(math.nan, math.nan)
             return Estimate(math.nan, math.nan, "the halves of the samples have nothing in common; use more samples")
         sources = self._moments if approximation.fits_truth else self._sources
         factors = _fits(approximation, sources)
