@@ -105,7 +105,7 @@ def watched(folder: Path) -> None:
     """Train and watch, from the last checkpoint on."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = ks.Shampoo(model.parameters(), lr=1e-2)
+    optimizer = ks.Shampoo(model.named_parameters(), lr=1e-2)
     inputs, targets = torch.randn(20, 8), torch.randint(0, 3, (20,))
     loss, done, checkpoint = nn.CrossEntropyLoss(), 0, folder / "model.pt"
     if checkpoint.exists():
@@ -171,7 +171,10 @@ def fingerprint(name: str, folder: Path) -> dict[str, str]:
     """The files that stay, without times: of an undisturbed run always the same."""
     if name == "ks.watch":
         rows = [_plain_row(row) for row in WatchRecords.load(folder / "watch").results]
-        return {"rows": _digest("\n".join(rows).encode()), "model": _digest((folder / "model.pt").read_bytes())}
+        # the file itself also says which tensors share memory
+        weights = torch.load(folder / "model.pt", weights_only=True)["model"]
+        tensors = b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+        return {"rows": _digest("\n".join(rows).encode()), "model": _digest(tensors)}
     found = {}
     for path in sorted(folder.rglob("*")):
         inside = str(path.relative_to(folder))
