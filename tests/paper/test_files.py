@@ -394,6 +394,44 @@ def test_cifar10_is_downloaded_where_the_loader_looks(tmp_path, rng, monkeypatch
     _check_cifar(data.load("cifar-10", tmp_path / "data", verify=False), batches)
 
 
+def test_test_images_of_mnist_are_held_out(tmp_path, rng):
+    _write_mnist(tmp_path, rng)
+    assert data.load("mnist2", tmp_path, verify=False).held_out is None
+    for kind, array in (
+        ("images-idx3", rng.integers(0, 256, (6, 28, 28), dtype=np.uint8)),
+        ("labels-idx1", np.array([0, 1, 2, 1, 7, 0], np.uint8)),
+    ):
+        (tmp_path / f"t10k-{kind}-ubyte").write_bytes(_idx(array))
+    dataset = data.load("mnist2", tmp_path, verify=False)
+    assert len(dataset) == 8
+    assert dataset.held_out is not None
+    assert dataset.held_out.targets.flatten().tolist() == [0, 1, 1, 0]
+    with pytest.raises(DataError, match="not the published file"):
+        data.load("mnist2", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["binary", "python", "archive"])
+def test_test_images_of_cifar10_are_held_out(tmp_path, rng, kind):
+    *batches, test = [*_cifar_batches(rng), *_cifar_batches(rng)[:1]]
+    write = _pickled if kind == "python" else _binary
+    suffix = "" if kind == "python" else ".bin"
+    named = {f"data_batch_{number}{suffix}": write(*batch) for number, batch in enumerate(batches, start=1)}
+    named[f"test_batch{suffix}"] = write(*test)
+    if kind == "archive":
+        with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as tar:
+            for name, content in named.items():
+                info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    else:
+        for name, content in named.items():
+            (tmp_path / name).write_bytes(content)
+    dataset = data.load("cifar-10", tmp_path, verify=False)
+    _check_cifar(dataset, batches)
+    assert dataset.held_out is not None
+    _check_cifar(dataset.held_out, [test])
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "images", "classes"), [("mnist2", 12665, 1), ("cifar-10", 50000, 10), ("tiny-imagenet", None, None)]

@@ -40,6 +40,7 @@ class _Asked:
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None
     batch: Annotated[int | None, typer.Option(help="Training batch.")] = None
     samples: Annotated[int | None, typer.Option(help="Samples to measure on.")] = None
+    held_out: Annotated[int, typer.Option(help="Test samples for loss and accuracy, where there is test data.")] = 1000
     measure_at: Annotated[str | None, typer.Option(help="Steps to measure at, such as 0,10,100.")] = None
     image_size: Annotated[int | None, typer.Option(help="Pixels a side.")] = None
     dataset: Annotated[str | None, typer.Option(help="Use this data set only, such as cifar-10.")] = None
@@ -108,6 +109,7 @@ def _prepare(plan: Plan, asked: _Asked) -> Experiment:
         steps=asked.steps,
         batch=asked.batch,
         samples=asked.samples,
+        held_out=asked.held_out,
         measure_at=None if asked.measure_at is None else _numbers(asked.measure_at),
         image_size=asked.image_size,
         dataset=asked.dataset,

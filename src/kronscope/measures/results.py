@@ -35,7 +35,7 @@ class Results:
         settings: What was asked and how it was done. Anything that is not plain data is kept as its text. Tables and
             reports show these in places of their own: ``title``, ``population``, ``estimator``, ``cut`` (what was made
             smaller than asked, or smaller than in the paper) and ``notes``; the last two are text, a list or a
-            dictionary.
+            dictionary. ``held_out`` is a list of dictionaries with ``step``, ``accuracy``, ``loss`` and ``samples``.
         partial: Whether the measurement was interrupted.
 
     >>> row = Row("fc.weight", 10, 64, 0, "gauss_newton", "exact", 1, "shampoo2", 0.97, samples=128)

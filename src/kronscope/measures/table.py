@@ -170,11 +170,27 @@ def _footer(results: Results, notes: Mapping[str, int]) -> list[tuple[str, str]]
     lines = [(f"({number}) {note}", "yellow") for note, number in notes.items()]
     lines += [(f"Cut: {line}", "yellow") for line in setting_lines(results.settings, "cut")]
     lines += [(f"Note: {line}", "yellow") for line in setting_lines(results.settings, "notes")]
+    lines += [(line, "") for line in _held_out_lines(results.settings)]
     lines.append((results.question, "italic"))
     seconds = sum(row.seconds for row in results if math.isfinite(row.seconds))
     if seconds:
         lines.append((f"Fitted and compared in {_duration(seconds)}.", "dim"))
     return lines
+
+
+def _held_out_lines(settings: Mapping[str, Any]) -> list[str]:
+    found = settings.get("held_out") or []
+    counts = list(dict.fromkeys(int(item["samples"]) for item in found))
+    return [
+        f"On {count:,} samples never trained on: "
+        + "; ".join(
+            f"step {item['step']:,} accuracy {item['accuracy']:.1%}, loss {item['loss']:.3g}"
+            for item in found
+            if item["samples"] == count
+        )
+        + "."
+        for count in counts
+    ]
 
 
 def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Block]:

@@ -116,6 +116,7 @@ class Experiment:
             for event in training.events():
                 show(event)
                 if event.kind == "measure":
+                    measurements.held_out(event.step)
                     measurements.gauss_newton(event.step)
                 elif event.kind == "trained":
                     measurements.adagrad()

@@ -19,6 +19,7 @@ from kronscope.measures.probes import Probes
 from kronscope.measures.schema import from_data, to_data
 from kronscope.paper import plans
 from kronscope.paper.data import Dataset
+from kronscope.paper.held_out import evaluate
 from kronscope.paper.models import logits
 from kronscope.paper.plans import Plan
 from kronscope.paper.scale import Settings
@@ -148,6 +149,21 @@ class Measurements:
         for name, results in zip(asked, measured, strict=True):
             self._store(name, results)
 
+    def held_out(self, step: int) -> None:
+        """Loss and accuracy on data that is never trained on, if there is some."""
+        settings, unseen = self._settings, self._dataset.held_out
+        if unseen is None or not settings.held_out or _is_kept(self._run, f"held_out-{step}"):
+            return
+        found = self._run.processes.on_rank_0(
+            lambda: evaluate(
+                self._training.model,
+                settings.definition.loss().to(settings.device),
+                unseen.sample(settings.held_out, settings.seed, batch=100),
+                settings.device,
+            )
+        )
+        self._run.store(f"held_out-{step}", {"step": step, **found})
+
     def adagrad(self) -> None:
         """Measure the recorded gradients against Adagrad's matrix."""
         if self._history is None:
@@ -184,7 +200,7 @@ class Measurements:
 
 def not_stored(plan: Plan, settings: Settings, options: Options, run: Run) -> list[str]:
     """The files a finished run has and this one lacks, or has damaged."""
-    names = [name for step in settings.measure_at for name in _fits(plan, settings, options, step)]
+    names = [name for step in settings.measure_at for name in _names(plan, settings, options, step)]
     if plan.adagrad and settings.measure_at[-1] > 0:
         names.append("adagrad")
     return [f"stored/{name}.json" for name in names if not _is_kept(run, name)]
@@ -205,11 +221,16 @@ def lacking(plan: Plan, settings: Settings, options: Options, run: Run, checkpoi
     """
     # what is due at the checkpoint's own step comes after it
     before = [step for step in settings.measure_at if step < checkpoint.step]
-    for name in (name for step in before for name in _fits(plan, settings, options, step)):
+    for name in (name for step in before for name in _names(plan, settings, options, step)):
         if not _is_kept(run, name):
             return f"stored/{name}.json is missing or damaged"
     history = checkpoint.state["watchers"].get("history")
     return None if history is None else why_lacking(run.folder / "history", history)
+
+
+def _names(plan: Plan, settings: Settings, options: Options, step: int) -> list[str]:
+    """Under which names something is stored at a step."""
+    return [*([f"held_out-{step}"] if settings.held_out else []), *_fits(plan, settings, options, step)]
 
 
 def _fits(plan: Plan, settings: Settings, options: Options, step: int) -> dict[str, Fit]:
@@ -224,8 +245,10 @@ def _fits(plan: Plan, settings: Settings, options: Options, step: int) -> dict[s
 
 
 def _is_kept(run: Run, name: str) -> bool:
-    """Whether results are stored under a name, and are results."""
+    """Whether results are stored under a name, and are results; or loss and accuracy on held-out samples."""
     try:
+        if name.startswith("held_out-"):
+            return {"step", "accuracy", "loss", "samples"} <= (run.stored(name) or {}).keys()
         from_data(run.stored(name), name)
     except (RunError, ResultsError):
         return False
@@ -270,7 +293,12 @@ def collect(run: Run, *, probes: bool = False) -> Results | None:
         return None
     merged = parts[0].merge(*parts[1:])
     last = {"estimator": "probes"} if probes else {"runs": merged.settings.get("runs", [])}
-    return Results(merged.rows, merged.details, {**_settings(run), **last})
+    return Results(merged.rows, merged.details, {**_settings(run), **last, **_held_out(run)})
+
+
+def _held_out(run: Run) -> dict[str, Any]:
+    found = [run.stored(name) or {} for name in run.stored_names() if name.startswith("held_out-")]
+    return {"held_out": sorted(found, key=lambda item: int(item["step"]))} if found else {}
 
 
 def _settings(run: Run) -> dict[str, Any]:

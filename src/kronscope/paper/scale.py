@@ -35,6 +35,7 @@ class Settings:
         steps: Training steps.
         batch: Training batch, None for all samples.
         samples: Samples the Gauss–Newton matrix is measured on.
+        held_out: Samples never trained on, for loss and accuracy at the measured steps; 0 where there are none.
         measure_at: Steps after which to measure, ascending; 0 is before training.
         image_size: Pixels a side.
         seed: Decides initial weights, the order of the data, and the samples measured.
@@ -54,6 +55,7 @@ class Settings:
     device: str
     datasets: tuple[str, ...]
     cuts: tuple[str, ...] = ()
+    held_out: int = 0
 
     @property
     def definition(self) -> workloads.Workload:
@@ -101,7 +103,13 @@ class Settings:
             cuts += _changed("samples", workload.paper.samples, len(dataset))
         # Raises for a batch that does not fit.
         data.batch_indices(len(dataset), self.batch, self.seed, 0)
-        return replace(self, samples=min(self.samples, len(dataset)), image_size=dataset.image_size, cuts=tuple(cuts))
+        return replace(
+            self,
+            samples=min(self.samples, len(dataset)),
+            held_out=min(self.held_out, len(dataset.held_out)) if dataset.held_out is not None else 0,
+            image_size=dataset.image_size,
+            cuts=tuple(cuts),
+        )
 
     def build_model(self, dataset: Dataset) -> nn.Module:
         """The untrained model for this data; the same seed gives the same weights.
@@ -141,6 +149,7 @@ def scaled(
     steps: int | None = None,
     batch: int | None = None,
     samples: int | None = None,
+    held_out: int = 1000,
     measure_at: Sequence[int] | None = None,
     image_size: int | None = None,
     dataset: str | None = None,
@@ -155,6 +164,7 @@ def scaled(
         steps: Training steps; the default measuring points are stretched to them.
         batch: Training batch.
         samples: Samples to measure on.
+        held_out: Samples of the test data, if there is some, for loss and accuracy at the measured steps; 0 for none.
         measure_at: Steps after which to measure.
         image_size: Pixels a side.
         dataset: Use this data set only, instead of the first that is there.
@@ -173,6 +183,8 @@ def scaled(
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples), ("image size", image_size)):
         if value is not None and value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.")
+    if held_out < 0:
+        raise OptionError(f"held-out samples cannot be fewer than 0, got {held_out}.")
     if dataset is not None and dataset not in workload.datasets:
         raise OptionError(f"{workload.name} cannot run on {dataset!r}; it knows {', '.join(workload.datasets)}.")
     paper, preset = workload.paper, workload.paper if scale == "paper" else workload.small
@@ -188,6 +200,7 @@ def scaled(
         seed=seed,
         device=_device(device),
         datasets=workload.datasets if dataset is None else (dataset,),
+        held_out=held_out,
     )
     cuts = [
         *_changed("steps", paper.steps, settings.steps),

@@ -10,6 +10,7 @@ import pickle
 import re
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ _PYTHON = {
     "data_batch_4": "md5:634d18415352ddfa80567beed471001a",
     "data_batch_5": "md5:482c414d41f54cd18b22e5b47cb7c3cb",
 }
+_HELD_OUT = {
+    "test_batch.bin": "sha256:8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    "test_batch": "md5:40351d587109b95175f43aff81a1287e",
+}
 _ARCHIVE = "cifar-10-binary.tar.gz"
 _ARCHIVE_DIGEST = "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 _MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
@@ -77,7 +82,7 @@ def load_cifar10(
     verify: bool = True,
     mirrors: tuple[str, ...] = _MIRRORS,
 ) -> Dataset:
-    """CIFAR-10's 50,000 training images.
+    """CIFAR-10's 50,000 training images, and its test images if they are beside them.
 
     Looked for in this order: ``data_batch_N.bin`` (plain, ``.gz`` or ``.xz``), ``data_batch_N`` (python), and
     the two as published, ``cifar-10-binary.tar.gz`` and ``cifar-10-python.tar.gz``.
@@ -107,20 +112,20 @@ def load_cifar10(
     if files is None:
         looked_for = "data_batch_1 to 5 as .bin (plain, .gz, .xz), as python files, or as their .tar.gz archive"
         raise missing("CIFAR-10", looked_for, places, downloadable=True)
-    images, labels = [], []
+    title = "CIFAR-10" + ("" if verify else " (unverified)")
+    training: list[tuple[Bytes, NDArray[np.int64]]] = []
+    held_out = None
     for name, read in files.items():
         content = read()
         if verify:
-            check_digest(name, content, (_BINARY | _PYTHON)[name], data_set="CIFAR-10")
-        part = _parse_binary(content, name) if name in _BINARY else _parse_pickle(content, name)
-        images.append(part[0])
-        labels.append(part[1])
-    return _dataset(
-        "cifar-10",
-        "CIFAR-10" + ("" if verify else " (unverified)"),
-        np.concatenate(images),
-        np.concatenate(labels),
-    )
+            check_digest(name, content, (_BINARY | _PYTHON | _HELD_OUT)[name], data_set="CIFAR-10")
+        part = _parse_binary(content, name) if name.endswith(".bin") else _parse_pickle(content, name)
+        if name in _HELD_OUT:
+            held_out = _dataset("cifar-10", f"{title}, test images", *part)
+        else:
+            training.append(part)
+    images, labels = (np.concatenate(parts) for parts in zip(*training, strict=True))
+    return replace(_dataset("cifar-10", title, images, labels), held_out=held_out)
 
 
 def load_cifar5m(data_dir: str | os.PathLike[str] | None, *, limit: int | None = None) -> Dataset:
@@ -177,6 +182,9 @@ def _cifar10_files(places: list[Path], most: int) -> dict[str, Callable[[], byte
             found = {name: find_file([place], name) for name in names}
             present = {name: path for name, path in found.items() if path is not None}
             if len(present) == len(names):
+                test = "test_batch.bin" if names is _BINARY else "test_batch"
+                if beside := find_file([place], test):
+                    present[test] = beside
                 return {name: partial(read_file, path, most) for name, path in present.items()}
             if present:
                 absent = ", ".join(name for name in names if name not in present)
@@ -197,7 +205,7 @@ def _tar_members(archive: Path, names: dict[str, str], most: int) -> dict[str, C
         with tarfile.open(fileobj=counted, mode="r|") as tar:
             for member in tar:
                 name = Path(member.name).name
-                if not member.isfile() or name not in names:
+                if not member.isfile() or name not in names | _HELD_OUT:
                     continue
                 if member.size > most:
                     raise too_large(f"{name} in {archive.name}", most)
@@ -206,7 +214,8 @@ def _tar_members(archive: Path, names: dict[str, str], most: int) -> dict[str, C
     absent = [name for name in names if name not in content]
     if absent:
         raise DataError(f"{archive.name} has no {', '.join(absent)}; get it again.")
-    return {name: partial(bytes, content[name]) for name in names}
+    # in the order of the names, whatever the archive's is
+    return {name: partial(bytes, content[name]) for name in (*names, *_HELD_OUT) if name in content}
 
 
 class _Counted:

@@ -92,6 +92,7 @@ class Dataset:
         classes: Number of classes, or 1 for a single logit.
         normalization: Applied to every batch. There is no augmentation.
         flatten: Give the model vectors instead of images.
+        held_out: Images of the same kind that are never trained on, where they are published and were found.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Dataset:
     classes: int
     normalization: Normalization
     flatten: bool = False
+    held_out: Dataset | None = None
 
     def __post_init__(self) -> None:
         if len(self.images) == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,20 @@ __all__ = ["load_mnist2", "parse_idx"]
 
 _FOLDERS = ("mnist", "MNIST", "MNIST/raw", "mnist/raw")
 _IMAGES, _LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+_TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 # Of the decompressed files, so that it does not matter who compressed them.
 _CONTENT = {
     _IMAGES: "sha256:ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     _LABELS: "sha256:65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    _TEST_IMAGES: "sha256:0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    _TEST_LABELS: "sha256:ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
-_SIZES = {_IMAGES: 16 + 60_000 * 784, _LABELS: 8 + 60_000}
+_SIZES = {
+    _IMAGES: 16 + 60_000 * 784,
+    _LABELS: 8 + 60_000,
+    _TEST_IMAGES: 16 + 10_000 * 784,
+    _TEST_LABELS: 8 + 10_000,
+}
 _DOWNLOAD = {
     _IMAGES: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     _LABELS: "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
@@ -40,7 +49,9 @@ def load_mnist2(
     verify: bool = True,
     mirrors: tuple[str, ...] = _MIRRORS,
 ) -> Dataset:
-    """Digits 0 and 1 of MNIST's training set: vectors of 784, one float target each.
+    """Digits 0 and 1 of MNIST's training set, and of its test set if that is there too.
+
+    Vectors of 784, one float target each.
 
     Args:
         data_dir: Folder with ``train-images-idx3-ubyte`` and ``train-labels-idx1-ubyte``, also ``.gz``.
@@ -53,7 +64,7 @@ def load_mnist2(
         DataError: A file is damaged.
     """
     places = folders(data_dir, _FOLDERS)
-    content = {}
+    paths = {}
     for name in (_IMAGES, _LABELS):
         path = find_file(places, name)
         if path is None and fetch and data_dir is not None:
@@ -65,11 +76,23 @@ def load_mnist2(
             )
         if path is None:
             raise missing("MNIST", f"{name} (plain, .gz or .xz)", places, downloadable=True)
-        content[name] = read_file(path, _SIZES[name] if verify else MOST_BYTES)
+        paths[name] = path
+    title = "MNIST, digits 0 and 1" + ("" if verify else " (unverified)")
+    tests = find_file(places, _TEST_IMAGES), find_file(places, _TEST_LABELS)
+    held_out = None
+    if tests[0] is not None and tests[1] is not None:
+        held_out = _dataset(f"{title}, test images", tests[0], tests[1], (_TEST_IMAGES, _TEST_LABELS), verify)
+    return replace(_dataset(title, paths[_IMAGES], paths[_LABELS], (_IMAGES, _LABELS), verify), held_out=held_out)
+
+
+def _dataset(title: str, images_path: Path, labels_path: Path, names: tuple[str, str], verify: bool) -> Dataset:
+    arrays = []
+    for path, name in zip((images_path, labels_path), names, strict=True):
+        content = read_file(path, _SIZES[name] if verify else MOST_BYTES)
         if verify:
-            check_digest(path.name, content[name], _CONTENT[name], data_set="MNIST")
-    images = parse_idx(content[_IMAGES], name=_IMAGES)
-    labels = parse_idx(content[_LABELS], name=_LABELS)
+            check_digest(path.name, content, _CONTENT[name], data_set="MNIST")
+        arrays.append(parse_idx(content, name=name))
+    images, labels = arrays
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(
             f"MNIST needs images (N, height, width) and labels (N,), got {images.shape} and {labels.shape}."
@@ -77,7 +100,7 @@ def load_mnist2(
     keep = labels <= 1
     return Dataset(
         name="mnist2",
-        title="MNIST, digits 0 and 1" + ("" if verify else " (unverified)"),
+        title=title,
         images=TensorImages(torch.from_numpy(images[keep]).unsqueeze(1)),
         targets=torch.from_numpy(labels[keep].astype(np.float32)).unsqueeze(1),
         classes=1,
