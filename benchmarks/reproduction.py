@@ -1,9 +1,12 @@
-"""The numbers and pictures of docs/reproduction.md, from finished runs of `kronscope paper`.
+"""The numbers, verdicts and pictures of docs/reproduction.md and docs/reproduction-summary.md.
 
-    python benchmarks/reproduction.py collect RUN [RUN ...]   # copy results and pictures of run folders
-    python benchmarks/reproduction.py tables                  # write the tables of the document from the records
+    python benchmarks/reproduction.py commands                            # the runs, one line each
+    python benchmarks/reproduction.py run NAME ... --data-dir DIR --out RUNS   # run some of them, or go on with them
+    python benchmarks/reproduction.py collect RUN [RUN ...]               # copy results and pictures of run folders
+    python benchmarks/reproduction.py tables                              # write the documents' tables from the records
+    python benchmarks/reproduction.py figures                             # draw the summary's figures from the records
 
-A table stands between `<!-- table KIND RUN [TRUTH] -->` and `<!-- end -->` in the document; a test checks that
+A table stands between `<!-- table KIND [RUN] [TRUTH] -->` and `<!-- end -->` in a document; a test checks that
 every one of them is what the records give.
 """
 
@@ -14,8 +17,11 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from kronscope import Results, figures
 from kronscope.measures.rows import Detail, Row
@@ -24,11 +30,52 @@ from kronscope.paper.outputs import columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records" / "reproduction"
-DOCUMENT = ROOT / "docs" / "reproduction.md"
+DOCUMENTS = tuple(ROOT / "docs" / name for name in ("reproduction.md", "reproduction-summary.md"))
 PICTURES = ROOT / "docs" / "images" / "reproduction"
 MARK = re.compile(r"(<!-- table (?P<what>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHAMPOOS = ("optimal", "shampoo2", "shampoo")
 TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "kfac-reduce": "K-FAC"}
+
+
+# Everything that decides a run, by its name.
+_SHORT = "--workload cifar-resnet18"
+_LONG = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --steps 3125 --samples 256"
+_VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 6250 --samples 128"
+_GRID = "--measure-at 0,100,200,400,700,1000,1400,1900,2500,3125"
+RUNS = {
+    "mnist2": "all --workload mnist2 --probes 5",
+    "mnist2-all": "all --workload mnist2 --scale paper --held-out 2115 --probes 5",
+    "cifar-resnet18": f"figures {_SHORT} --steps 300 --samples 128 --measure-at 0,10,30,100,300 --probes 5",
+    "cifar-resnet18-spectrum": f"figure2 {_SHORT} --steps 100 --samples 32 --measure-at 0,100",
+    "cifar-resnet18-long": f"figures {_LONG} {_GRID}",
+    "cifar-resnet18-long-1": f"figures {_LONG} --measure-at 3125 --seed 1",
+    "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
+    "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
+    "cifar-vit-long": f"figure5 {_VIT} --measure-at 0,200,1000,3000,6250",
+    "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
+}
+# The verdicts' columns: a title, and records of the same network and length (several seeds).
+NETWORKS = {
+    "MNIST, 2,048 samples": ("mnist2",),
+    "MNIST, all 12,665": ("mnist2-all",),
+    "ResNet18, 300 steps": ("cifar-resnet18", "cifar-resnet18-spectrum"),
+    "ResNet18, 3,125 steps": ("cifar-resnet18-long", "cifar-resnet18-long-1"),
+    "ViT, 1,000 steps": ("cifar-vit", "cifar-vit-short"),
+    "ViT, 6,250 steps": ("cifar-vit-long",),
+    "ConvNeXt-T, 60 steps": ("imagenet-convnext",),
+    "character GPT": ("language-model",),
+}
+
+
+def commands() -> str:
+    """The runs as one would type them."""
+    return "".join(f"kronscope paper {words} --data-dir DATA --out runs/{name}\n" for name, words in RUNS.items())
+
+
+def run(names: Iterable[str], data_dir: Path, out: Path) -> None:
+    for name in names:
+        words = [*RUNS[name].split(), "--data-dir", str(data_dir), "--out", str(out / name), "--resume"]
+        subprocess.run([sys.executable, "-m", "kronscope", "paper", *words], check=True)
 
 
 def collect(folders: Iterable[Path]) -> None:
@@ -52,7 +99,35 @@ def collect(folders: Iterable[Path]) -> None:
 
 
 def loaded(name: str) -> Results:
-    return Results.load(RECORDS / f"{name}.json")
+    return language_model() if name == "language-model" else Results.load(RECORDS / f"{name}.json")
+
+
+def language_model(optimizer: str = "adamw") -> Results:
+    """What `benchmarks/language_model.py` measured along one optimizer's run."""
+    record = json.loads((RECORDS.parent / "language_model" / f"{optimizer}-seed0.json").read_text(encoding="utf-8"))
+    rows = [
+        Row(
+            item["layer"],
+            *(512 if item["layer"] == wide else 128 for wide in ("fc1", "fc2")),
+            part["step"],
+            "gauss_newton",
+            "exact",
+            1,
+            item["approximation"],
+            item["cosine"],
+            stderr=item["stderr"],
+        )
+        for part in record["cosines"]
+        for item in part["rows"]
+    ]
+    return Results(rows, settings={"data": "tiny-shakespeare", "seed": 0, "partial": False})
+
+
+def there(names: Iterable[str]) -> list[Results]:
+    """The records there are."""
+    paths = {name: RECORDS / f"{name}.json" for name in names}
+    paths["language-model"] = RECORDS.parent / "language_model" / "adamw-seed0.json"
+    return [loaded(name) for name in names if paths[name].exists()]
 
 
 def number(value: float | None) -> str:
@@ -184,6 +259,177 @@ def family_table(workload: str, truth: str) -> str:
     )
 
 
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """A number a statement is judged by, at one layer and step."""
+
+    layer: str
+    step: int
+    value: float
+
+
+class Statement(NamedTuple):
+    """A statement of the paper: it holds at a point if the point's value is at most ``limit``."""
+
+    name: str
+    text: str
+    rule: str
+    limit: float
+    values: Callable[[Results], list[Point]]
+
+    def verdict(self, records: Iterable[Results]) -> str:
+        """Held if it holds at every point, partly if at half of them or more."""
+        values = [point.value for record in records for point in self.values(record)]
+        if not values:
+            return "not measured"
+        good = sum(value <= self.limit + 1e-9 for value in values)
+        word = "held" if good == len(values) else "**partly**" if 2 * good >= len(values) else "**not held**"
+        return f"{word}: {good} of {len(values)}, worst {max(values):.3f}"
+
+
+def pairs(truth: str, low: str, high: str, labels: str | None = None, batch: int = 1) -> Callable[..., list[Point]]:
+    """The cosine of ``high`` minus that of ``low``, at each layer and step."""
+
+    def values(results: Results) -> list[Point]:
+        groups = by_step(results, truth, labels or own_labels(results, truth), batch)
+        found = [(*key, cosine(rows, low), cosine(rows, high)) for key, rows in sorted(groups.items())]
+        return [
+            Point(layer, step, two - one)
+            for layer, step, one, two in found
+            if one is not None and two is not None and not math.isnan(one + two)
+        ]
+
+    return values
+
+
+def batches(results: Results) -> list[Point]:
+    """Shampoo² on real labels: batches of 256 minus batches of 1."""
+    one, many = (by_step(results, "gauss_newton", "real", batch) for batch in (1, 256))
+    return [
+        Point(*key, (cosine(many[key], "shampoo2") or 0.0) - (cosine(one[key], "shampoo2") or 0.0))
+        for key in sorted(one)
+        if key in many
+    ]
+
+
+def rounds(truth: str) -> Callable[[Results], list[Point]]:
+    """What one round leaves of the distance to 1, for the worse of the two factors."""
+
+    def values(results: Results) -> list[Point]:
+        found = []
+        for item in results.details:
+            if item.kind == "spectrum" and item.truth == truth:
+                before, after = 1 - item.number("ratio"), 1 - min(item.number("left"), item.number("right"))
+                found.append(Point(item.layer, item.step, after / before if before > 1e-9 else 0.0))
+        return found
+
+    return values
+
+
+def traces(results: Results) -> list[Point]:
+    """The largest trace of a singular vector beyond the first, over that of the first."""
+    return [
+        Point(item.layer, item.step, max(value / item.series(name)[0] for value in item.series(name)[1:]))
+        for item in results.details
+        if item.kind == "spectrum" and len(item.series("sigma")) > 1
+        for name in ("alpha_left", "alpha_right")
+    ]
+
+
+GN, ADA = "gauss_newton", "adagrad"
+_CLOSE, _NEAR = "Shampoo² is very close to the optimal product", "optimal − Shampoo² ≤ 0.05"
+_WORSE, _BELOW = "Shampoo is significantly worse than Shampoo²", "Shampoo − Shampoo² ≤ −0.05"
+_ROUND, _LEFT = "one round from the identity comes much closer to 1 than σ₁/‖σ‖", "distance to 1 left / before ≤ 0.5"
+STATEMENTS = (
+    Statement("close", f"{_CLOSE}, Gauss–Newton", _NEAR, 0.05, pairs(GN, "shampoo2", "optimal")),
+    Statement("close-adagrad", f"{_CLOSE}, Adagrad", _NEAR, 0.05, pairs(ADA, "shampoo2", "optimal")),
+    Statement("worse", f"{_WORSE}, Gauss–Newton", _BELOW, -0.05, pairs(GN, "shampoo2", "shampoo")),
+    Statement("worse-adagrad", f"{_WORSE}, Adagrad", _BELOW, -0.05, pairs(ADA, "shampoo2", "shampoo")),
+    Statement("round", f"{_ROUND}, Gauss–Newton", _LEFT, 0.5, rounds(GN)),
+    Statement("round-adagrad", f"{_ROUND}, Adagrad", _LEFT, 0.5, rounds(ADA)),
+    Statement("traces", "α₁ exceeds the other αᵢ", "largest αᵢ/α₁ ≤ 1", 1.0, traces),
+    Statement("real", "real labels, B = 1, track the optimum", _NEAR, 0.05, pairs(GN, "shampoo2", "optimal", "real")),
+    Statement("batch", "B = 256 is worse than B = 1", "Shampoo², B = 256 − B = 1 ≤ 0", 0.0, batches),
+    Statement(
+        "kfac", "Shampoo² is at or above K-FAC", "K-FAC − Shampoo² ≤ 0", 0.0, pairs(GN, "shampoo2", "kfac-reduce")
+    ),
+)
+
+
+def verdicts_table(group: str, truth: str) -> str:
+    """Each statement for each network of which there is a record."""
+    columns = {title: records for title, names in NETWORKS.items() if (records := there(names))}
+    return table(
+        ["statement", "holds at a point if", *columns],
+        ([item.text, item.rule, *(item.verdict(records) for records in columns.values())] for item in STATEMENTS),
+    )
+
+
+def runs_table(group: str, truth: str) -> str:
+    """What each recorded run was."""
+    lines = []
+    for name in RUNS:
+        if not (RECORDS / f"{name}.json").exists():
+            lines.append([f"`{name}`", *["–"] * 5, "**not run**"])
+            continue
+        results = loaded(name)
+        facts = results.settings
+        held = (facts.get("held_out") or [{}])[-1]
+        accuracy = f"{held['accuracy']:.1%} on {held['samples']:,}, step {held['step']:,}" if held else "not recorded"
+        reached = f"{max(results.steps):,} of {facts['steps']:,}" if results.partial else f"{facts['steps']:,}"
+        batch = "all" if facts["batch"] is None else str(facts["batch"])
+        lines.append(
+            [f"`{name}`", facts["data"], reached, batch, f"{facts['samples']:,}", str(facts["seed"]), accuracy]
+        )
+    return table(["run", "data", "steps", "batch", "measured on", "seed", "test accuracy"], lines)
+
+
+def live_table(group: str, truth: str) -> str:
+    """What optimizers hold, beside the best product, at the last step measured."""
+    lines = []
+    for optimizer in ("shampoo", "soap", "kl-shampoo"):
+        if not (RECORDS.parent / "language_model" / f"{optimizer}-seed0.json").exists():
+            continue
+        results = language_model(optimizer)
+        groups = by_step(results, "gauss_newton", "exact")
+        lines += [
+            [optimizer, str(step), layer, *(number(cosine(rows, name)) for name in ("optimal", "shampoo2", "live"))]
+            for (layer, step), rows in groups.items()
+            if step == max(results.steps)
+        ]
+    return table(["optimizer", "step", "layer", "optimal", "Shampoo²", "in use"], lines)
+
+
+def draw() -> None:
+    """One picture for each statement: the numbers it is judged by, and its limit."""
+    import matplotlib.pyplot as plt
+
+    for statement in STATEMENTS:
+        figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+        for colour, (title, names) in enumerate(NETWORKS.items()):
+            label: str | None = title
+            for record in there(names):
+                points = sorted(statement.values(record), key=lambda point: point.step)
+                for layer in dict.fromkeys(point.layer for point in points):
+                    mine = [point for point in points if point.layer == layer]
+                    steps, values = [point.step for point in mine], [point.value for point in mine]
+                    # of several values at a step no line can say which belong together
+                    line = "o-" if len(set(steps)) == len(steps) else "o"
+                    axes.plot(steps, values, line, color=f"C{colour}", ms=4, lw=1, label=label, clip_on=False)
+                    label = None
+        axes.axhline(statement.limit, color="black", ls="--", lw=1, label="limit")
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xlim(left=-0.1)
+        axes.set_xlabel("training step")
+        axes.set_ylabel(statement.rule.split(" ≤")[0], fontsize=9)
+        axes.set_title(statement.text, fontsize=9)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        figures.save(figure, PICTURES / f"summary-{statement.name}.png")
+        plt.close(figure)
+
+
 KINDS: dict[str, Callable[[str, str], str]] = {
     "main": main_table,
     "spectrum": spectrum_table,
@@ -192,6 +438,9 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "probes": probes_table,
     "exponents": exponent_table,
     "family": family_table,
+    "verdicts": verdicts_table,
+    "runs": runs_table,
+    "live": live_table,
 }
 
 
@@ -199,22 +448,36 @@ def filled(text: str) -> str:
     """The document with every table as the records give it."""
 
     def fill(match: re.Match[str]) -> str:
-        kind, workload, *truth = match["what"].split()
-        return match[1] + KINDS[kind](workload, *(truth or ["gauss_newton"])) + match[3]
+        kind, *rest = match["what"].split()
+        workload, truth = [*rest, *["all", "gauss_newton"][len(rest) :]]
+        return match[1] + KINDS[kind](workload, truth) + match[3]
 
     return MARK.sub(fill, text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("collect").add_argument("runs", nargs="+", type=Path)
-    commands.add_parser("tables")
+    asked = parser.add_subparsers(dest="command", required=True)
+    asked.add_parser("commands")
+    running = asked.add_parser("run")
+    running.add_argument("names", nargs="+", choices=RUNS)
+    running.add_argument("--data-dir", type=Path, required=True)
+    running.add_argument("--out", type=Path, default=Path("runs"))
+    asked.add_parser("collect").add_argument("runs", nargs="+", type=Path)
+    asked.add_parser("tables")
+    asked.add_parser("figures")
     args = parser.parse_args()
-    if args.command == "collect":
+    if args.command == "commands":
+        print(commands(), end="")
+    elif args.command == "run":
+        run(args.names, args.data_dir, args.out)
+    elif args.command == "collect":
         collect(args.runs)
+    elif args.command == "figures":
+        draw()
     else:
-        DOCUMENT.write_text(filled(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        for document in DOCUMENTS:
+            document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
