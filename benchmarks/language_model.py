@@ -15,6 +15,8 @@ columns; the record has their standard errors.
 With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from 32
 columns each, what is fitted is fitted on 16 other windows, and the gradient is that of the next training batch, so that
 nothing is judged by what it was fitted on.
+
+There is no record yet: only the first training steps have been tried, `measure` has not been run to its end.
 """
 
 from __future__ import annotations
