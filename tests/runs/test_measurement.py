@@ -113,7 +113,7 @@ def test_a_killed_measurement_can_be_given_again(tmp_path: Path, while_: str) ->
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     def measure() -> ks.Results:
         for start in (lambda: run_measurement(tmp_path, {}, _never), lambda: Run.start(tmp_path, {}, resume=True)):
-            with pytest.raises(RunError, match="another process"):
+            with pytest.raises(RunError, match="is being written by this process"):
                 start()
         return _RESULTS
 
