@@ -68,7 +68,9 @@ def test_a_parameter_of_another_model_is_refused() -> None:
 
 
 def test_a_part_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lightning", None)  # which import reads as: there is none
+    loaded = [name for name in sys.modules if name.startswith("lightning.")]  # another test may have imported it
+    for name in ("lightning", *loaded):
+        monkeypatch.setitem(sys.modules, name, None)  # which import reads as: there is none
     monkeypatch.delitem(sys.modules, "kronscope.integrations.lightning", raising=False)
     monkeypatch.delitem(vars(ks.integrations), "lightning", raising=False)
     with pytest.raises(ks.errors.MissingExtraError, match="needs the package lightning: pip install lightning"):
