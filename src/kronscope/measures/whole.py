@@ -50,19 +50,23 @@ class WholeModel:
     @property
     def norm(self) -> float:
         r""":math:`\|H\|_F`."""
-        return math.sqrt(math.fsum(itertools.chain.from_iterable(self.squares)))
+        return math.sqrt(self._square)
+
+    @property
+    def _square(self) -> float:
+        return math.fsum(itertools.chain.from_iterable(self.squares))
 
     @property
     def shares(self) -> dict[str, float]:
         r"""The share :math:`\|H_{aa}\|_F^2 / \|H\|_F^2` of each layer."""
-        whole = self.norm**2
+        whole = self._square
         own = {layer: self.squares[place][place] for place, layer in enumerate(self.layers)}
         return {layer: square / whole if whole > 0 else math.nan for layer, square in own.items()}
 
     @property
     def cross_share(self) -> float:
         r"""The share of :math:`\|H\|_F^2` that lies between layers, which no block-diagonal approximation sees."""
-        whole = self.norm**2
+        whole = self._square
         between = math.fsum(square for a, line in enumerate(self.squares) for b, square in enumerate(line) if a != b)
         return between / whole if whole > 0 else math.nan
 
