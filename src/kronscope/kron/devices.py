@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["has_float64", "host_if_narrow", "on_host_if_missing", "wide"]
+__all__ = ["has_float64", "host_if_narrow", "on_host_if_missing", "ordinary_tensors", "wide"]
 
 # Device types and functions that were found missing, so that each is tried once.
 _missing: set[tuple[str, str]] = set()
@@ -57,3 +58,19 @@ def on_host_if_missing(function: Callable[..., Any], *tensors: Tensor, **options
     if isinstance(found, Tensor):
         return found.to(device)
     return type(found)(part.to(device) for part in found)
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make new tensors, where no device is said, on the CPU, and such that can be changed at any time.
+
+    A program may have set another default device, or be in inference mode, whose tensors cannot be changed outside it.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+            # leaving it enables gradients
+            stack.enter_context(torch.no_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from kronscope.errors import GradientError
 
 __all__ = [
     "apply_updates",
+    "check_has_data",
     "check_supported",
     "finite_gradients",
     "prepared_gradient",
+    "what_is_not_finite",
 ]
 
 
@@ -22,8 +24,13 @@ def check_supported(grad: Tensor, name: Callable[[], str]) -> None:
     """Refuse gradients the optimizers cannot treat.
 
     Raises:
-        GradientError: the gradient is sparse, complex or not floating-point.
+        GradientError: the gradient is sparse, complex, not floating-point, or without data.
     """
+    if grad.is_meta:
+        raise GradientError(
+            f"the gradient of {name()} is on the meta device, which has no data; make the model with to_empty() and "
+            f"weights, and the optimizer after that."
+        )
     if grad.layout != torch.strided:
         raise GradientError(
             f"the gradient of {name()} is sparse; use Embedding(sparse=False), or give the parameter to "
@@ -34,6 +41,32 @@ def check_supported(grad: Tensor, name: Callable[[], str]) -> None:
             f"the gradient of {name()} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
             f"A complex parameter can be stored as torch.view_as_real of itself."
         )
+
+
+def check_has_data(param: Tensor, name: Callable[[], str]) -> None:
+    """Refuse a parameter without a gradient that will never have one.
+
+    Raises:
+        GradientError: it is on the meta device.
+    """
+    if param.is_meta and param.requires_grad:
+        raise GradientError(
+            f"{name()} is on the meta device and has no gradient: to_empty() and load_state_dict(assign=True) give a "
+            f"model other parameters than this optimizer has, which it would never change. Make the optimizer after "
+            f"them."
+        )
+
+
+def what_is_not_finite(params: Mapping[str, Tensor]) -> str:
+    """Say which gradients are not finite, and whether their parameters are.
+
+    Args:
+        params: Names, and what this process has of the parameters.
+    """
+    names = ", ".join(list(params)[:3]) + (" and others" if len(params) > 3 else "")
+    text = f"the gradient of {names} is not finite, or its square overflows"
+    lost = [name for name, param in params.items() if not bool(torch.isfinite(param).all())]
+    return f"{text}; {lost[0]} itself is not finite, so no later step can help: load a checkpoint" if lost else text
 
 
 def finite_gradients(grads: Sequence[Tensor]) -> list[bool]:

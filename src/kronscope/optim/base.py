@@ -14,10 +14,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from kronscope.errors import DistributedError, NonFiniteError, StateError
+from kronscope.kron.devices import ordinary_tensors
 from kronscope.kron.precision import full_precision
 from kronscope.kron.rescues import Rescue, recorded_rescues
 from kronscope.optim.advice import default_arguments
-from kronscope.optim.apply import check_supported, finite_gradients
+from kronscope.optim.apply import check_has_data, check_supported, finite_gradients, what_is_not_finite
 from kronscope.optim.calls import PLAIN, Calls, Compiled
 from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
@@ -41,6 +42,7 @@ from kronscope.optim.options import (
     structure_of,
 )
 from kronscope.optim.parallel import Exchange, SingleProcess
+from kronscope.optim.parallel.shards import local_tensor
 from kronscope.optim.planning import is_trained
 from kronscope.optim.schedule import assign_phases
 from kronscope.optim.stacks import Member, add_missing, build_stacks, factor_dtype, initial_state
@@ -86,7 +88,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         Raises:
             DistributedError: processes do not fit together, or one of them died or hangs.
             StateError: an earlier step failed half-way, and nothing was loaded since.
-            GradientError: a gradient is sparse or complex.
+            GradientError: a gradient is sparse or complex, or a parameter is on the meta device.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
         loss = None
@@ -115,6 +117,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         self._calls = Compiled(**options)
 
     @_disable_dynamo
+    @ordinary_tensors()
     def _step(self) -> None:
         if self._failure:
             raise StateError(
@@ -189,15 +192,14 @@ class KroneckerOptimizer(InspectedOptimizer):
             if grad is not None:
                 check_supported(grad, partial(self._name, param))
                 grads[param] = grad
+            else:
+                check_has_data(param, partial(self._name, param))
         here = dict(zip(grads, finite_gradients(list(grads.values())), strict=True))
         finite = self._placement.agreed(list(groups), here)
         if all(finite.values()):
             return {param: groups[param] for param in finite}
-        bad = [self._name(param) for param, good in finite.items() if not good]
-        what = (
-            f"the gradient of {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} is not finite, or its square "
-            f"overflows"
-        )
+        bad = [param for param, good in finite.items() if not good]
+        what = what_is_not_finite({self._name(param): local_tensor(param.detach()) for param in bad})
         if any(group["nonfinite"] == "raise" for group in self.param_groups):
             raise NonFiniteError(f"{what}; nothing was changed. Look at the loss and the learning rate.")
         for group in self.param_groups:
@@ -292,6 +294,7 @@ class KroneckerOptimizer(InspectedOptimizer):
     # --- state ----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
+    @ordinary_tensors()
     def state_dict(self, *, part: bool = False) -> dict[str, Any]:
         """Return the state: tensors, and options as plain values; ``torch.load(weights_only=True)`` reads it.
 
@@ -312,7 +315,7 @@ class KroneckerOptimizer(InspectedOptimizer):
                 RuntimeWarning,
                 stacklevel=callers_level(),
             )
-        packed = super().state_dict()
+        packed = self._packed()
         params = [(param, self._hyper(group)) for group in self.param_groups for param in group["params"]]
         packed["state"] = {
             key: self._placement.packed(param, on_device(tensors, param, self._share(param), hyper))
@@ -322,7 +325,18 @@ class KroneckerOptimizer(InspectedOptimizer):
         packed["param_groups"] = [encoded_group(group) for group in packed["param_groups"]]
         return packed
 
+    def _packed(self) -> dict[str, Any]:
+        """Return torch's state dict; parameters that were taken out of their group are not in it."""
+        every = self.state
+        kept = {param: every[param] for group in self.param_groups for param in group["params"] if param in every}
+        try:
+            self.state = defaultdict(dict, kept)
+            return super().state_dict()
+        finally:
+            self.state = every
+
     @_disable_dynamo
+    @ordinary_tensors()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied, and have at least float32 whatever the parameters have.
 
@@ -375,6 +389,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         packed["_parallel"], packed["_process_group"] = self._parallel, None
         packed["ranges"] = self._placement.ranges
         packed["layouts"] = self._layouts
+        packed |= {name: self.__dict__[name] for name in ("fast_products", "metrics_every") if name in self.__dict__}
         return packed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -389,7 +404,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            self._planned_with.append(layout_options(group))
+            self._planned_with.append((group, layout_options(group)))
         self._layouts.update(planned)
         self._plan()
         if is_copy:

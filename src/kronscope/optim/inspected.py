@@ -10,6 +10,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from kronscope.errors import StateError
+from kronscope.kron.devices import ordinary_tensors
 from kronscope.kron.operators import Operator
 from kronscope.kron.rescues import RETRIED, Rescue
 from kronscope.optim.budgets import in_words
@@ -32,6 +33,7 @@ class InspectedOptimizer(PlannedOptimizer):
     metrics_every: int = 10
     """Look at updates and gradients at the first step and every so many, for :meth:`metrics`; 0 for never."""
 
+    @ordinary_tensors()
     def operator(self, param: Tensor | str) -> Operator:
         r"""Return the curvature matrix that a parameter's preconditioner stands for at this moment.
 
@@ -81,6 +83,7 @@ class InspectedOptimizer(PlannedOptimizer):
         near = difflib.get_close_matches(param, by_name, 3, 0.5) or list(by_name)[:3]
         raise StateError(f"operator() was asked for {param!r}, which this optimizer does not have; it has {near}, ...")
 
+    @ordinary_tensors()
     def explain(self, *, rows: bool = False, step_seconds: float | None = None) -> Explanation:
         """Return the plan for each parameter, with its memory and time beside AdamW's; also before the first step.
 
@@ -111,6 +114,7 @@ class InspectedOptimizer(PlannedOptimizer):
             budgets=in_words(self.param_groups, self._layouts, self.rule),
         )
 
+    @ordinary_tensors()
     def diagnostics(self, *, gather: bool = False, quick: bool = False) -> Diagnostics:
         """Return the state of every preconditioner: condition, rank, age and residual of its roots, size of a step.
 
@@ -139,6 +143,7 @@ class InspectedOptimizer(PlannedOptimizer):
     def _lost_roots(self) -> int:
         return sum(number for rescue, number in self._rescues.items() if rescue.outcome != RETRIED)
 
+    @ordinary_tensors()
     def _fresh_products(self, param: Tensor) -> tuple[float, float, float]:
         """Compare a parameter's update with that of fresh roots, as far as this process has its blocks."""
         group = next(group for group in self.param_groups if any(param is one for one in group["params"]))

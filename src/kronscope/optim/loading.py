@@ -192,6 +192,11 @@ def _check_parameter(name: str, param: Tensor, saved: Mapping[str, Any], layout:
                 f"{name} {tuple(param.shape)}: {key!r} is {found} in the saved state but {tuple(tensor.shape)} here; "
                 f"the parameter, or the blocks it is cut into, has another shape.{_hint(layout)}"
             )
+        if _here(saved[key]).is_meta:
+            raise StateError(
+                f"{name}: {key!r} of the saved state is on the meta device, without data. Nothing was changed. Load "
+                f"the file with torch.load(..., map_location='cpu')."
+            )
         if saved[key].is_floating_point() != tensor.is_floating_point() or saved[key].is_complex():
             raise StateError(
                 f"{name}: {key!r} has dtype {saved[key].dtype} in the saved state where {tensor.dtype} belongs; the "

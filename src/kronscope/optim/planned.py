@@ -47,7 +47,7 @@ class PlannedOptimizer(Optimizer):
     _frozen: list[Tensor]
     _stacks: list[Stack]
     _stacks_for: object
-    _planned_with: list[tuple[object, ...]]
+    _planned_with: list[tuple[dict[str, Any], tuple[object, ...]]]
     _powers: dict[int, tuple[float, ...]]
     _schedules: dict[Budget, Schedule]
     _hypers: dict[int, tuple[list[object], Hyper]]
@@ -70,7 +70,7 @@ class PlannedOptimizer(Optimizer):
         """Add parameters, also in the middle of a run; they start at their own step 1.
 
         Raises:
-            OptionError: an option of the group is not allowed, or misspelt; nothing is added.
+            OptionError: an option of the group is not allowed, or misspelt, or a parameter is lazy; nothing is added.
         """
         check_group_names(param_group, self.defaults, type(self).__name__)
         checked = checked_group({**self.defaults, **param_group}, self.rule)
@@ -91,7 +91,7 @@ class PlannedOptimizer(Optimizer):
             except (OptionError, DistributedError):
                 self.param_groups.pop()
                 raise
-        self._planned_with.append(layout_options(group))
+        self._planned_with.append((group, layout_options(group)))
         self._stacks_for = None
 
     def _plan(self, thawed: Container[Tensor] = ()) -> None:
@@ -183,7 +183,9 @@ class PlannedOptimizer(Optimizer):
         Args:
             ask: All processes are here, and may be asked.
         """
-        check_layout_options(self.param_groups, self._planned_with)
+        if len(self.param_groups) != len(self._planned_with):
+            self._leave_out_groups()
+        check_layout_options(self.param_groups, [options for _, options in self._planned_with])
         params = [param for group in self.param_groups for param in group["params"]]
         if any(param not in self._layouts for param in params):
             self._plan_anew(params, ask=ask)
@@ -192,6 +194,18 @@ class PlannedOptimizer(Optimizer):
             check_not_flattened(params, self._name)
         if ask and not self._compared:
             self._compare()
+
+    def _leave_out_groups(self) -> None:
+        """Follow groups that were taken out of ``param_groups``; the states of their parameters stay."""
+        here = {id(group) for group in self.param_groups}
+        planned = [(group, options) for group, options in self._planned_with if id(group) in here]
+        if len(planned) != len(self.param_groups):
+            raise OptionError(
+                f"param_groups has {len(self.param_groups)} groups, of which {len(planned)} were planned; groups are "
+                f"added with add_param_group()."
+            )
+        self._planned_with, self._stacks_for = planned, None
+        self._plan()
 
     def _plan_anew(self, params: list[Tensor], *, ask: bool) -> None:
         before, planned_with = dict(self.__dict__), self._planned_with

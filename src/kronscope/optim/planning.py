@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from kronscope.errors import OptionError
 from kronscope.optim.blocks import (
@@ -36,10 +37,11 @@ def as_groups(params: Any) -> Any:
     A module gives one group of all its named parameters, with their roles. What torch refuses is left to it.
 
     Raises:
-        OptionError: it is a list of modules.
+        OptionError: it is a list of modules, or a module with lazy parameters.
     """
     if isinstance(params, nn.Module):
         named = list(params.named_parameters())
+        _check_shaped(named)
         roles = roles_in(params)
         return [{"params": named, "roles": [roles[param] for _, param in named]}]
     if isinstance(params, Tensor):
@@ -58,15 +60,35 @@ def as_groups(params: Any) -> Any:
     return listed
 
 
+def _check_shaped(params: Iterable[Any]) -> None:
+    """Refuse parameters, or pairs with their names, whose shape is not known yet.
+
+    Raises:
+        OptionError: a parameter is lazy.
+    """
+    for entry in params:
+        if is_lazy(entry[1] if isinstance(entry, tuple) else entry):
+            name = f"{entry[0]!r}" if isinstance(entry, tuple) else "one of the parameters"
+            raise OptionError(
+                f"{name} is lazy and has no shape yet; call the model once, with a batch of data, before you make the "
+                f"optimizer."
+            )
+
+
 def is_trained(param: Tensor) -> bool:
     """Whether a parameter takes part in training: it wants a gradient, or was given one."""
     return param.requires_grad or param.grad is not None
 
 
 def name_alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Make groups agree on having names, which torch insists on: where only some have, the others get places."""
+    """Make groups agree on having names, which torch insists on: where only some have, the others get places.
+
+    Raises:
+        OptionError: a parameter is lazy.
+    """
     given = group.get("params", ())
     listed = [given] if isinstance(given, Tensor) else list(given)
+    _check_shaped(listed)
     group["params"] = given if isinstance(given, Tensor | set) else listed
     named = "param_names" in group or (bool(listed) and isinstance(listed[0], tuple))
     if not groups or not listed or named == ("param_names" in groups[0]):

@@ -33,7 +33,7 @@ __all__ = [
 
 def factor_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's state: its own, but at least float32."""
-    return torch.promote_types(param.dtype, torch.float32)
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def block_key(tile: int, name: str) -> str:
