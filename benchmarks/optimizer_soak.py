@@ -1,7 +1,7 @@
 """What the optimizers survive: long runs, odd cases, decompositions that fail, interrupts, gradients of any size.
 
     python -m benchmarks.optimizer_soak [soak] [fuzz] [failures] [interrupts] [scales] [check]
-        [--steps 100000] [--cases 10000] [--out benchmarks/records/optimizer_soak.json]
+        [--steps 100000] [--families KLShampoo SOAP] [--cases 10000] [--out benchmarks/records/optimizer_soak.json]
 
 Each part adds its counts to the record. Run it with OMP_NUM_THREADS=1; seconds are CPU time.
 
@@ -29,7 +29,7 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,11 @@ def resident() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def soak(steps: int) -> dict[str, Any]:
+def soak(steps: int, families: Sequence[str]) -> dict[str, Any]:
     """Train for long; return memory and times by tenths of the run."""
     found = {}
-    for name, kind in FAMILIES.items():
+    for name in families:
+        kind = FAMILIES[name]
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         optimizer = kind(model, 1e-3, weight_decay=0.01)
@@ -100,7 +101,7 @@ def soak(steps: int) -> dict[str, Any]:
             "steps": int(metrics["step"]),
             "resident_mib": memory,
             "milliseconds": times,
-            "last_loss": round(float(loss), 5),
+            "last_loss": round(float(loss.detach()), 5),
             "growth_after_first_tenth": round(memory[-1] / memory[0] - 1, 5),
             "later_half_over_earlier": round(sum(times[5:]) / sum(times[:5]), 3),
             "lost_roots": metrics["lost_roots"],
@@ -387,12 +388,13 @@ def main() -> None:
     every = ("soak", "fuzz", "failures", "interrupts", "scales", "check")
     parser.add_argument("parts", nargs="*", choices=[*every, []], default=list(every))
     parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of the soak")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--interrupts", type=int, default=25, help="for each family and each of four steps")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "soak": lambda: soak(options.steps),
+        "soak": lambda: soak(options.steps, options.families),
         "fuzz": lambda: fuzz(options.cases),
         "failures": failures,
         "interrupts": lambda: interrupts(options.interrupts),
@@ -403,7 +405,7 @@ def main() -> None:
         found = parts[part]()
         record = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
         record |= {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.machine()}
-        record[part] = found
+        record[part] = {**record.get(part, {}), **found} if part == "soak" else found
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

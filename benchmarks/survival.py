@@ -1,7 +1,7 @@
 """What do the commands survive? Kills, full disks, damaged files, odd paths and terminals, counted.
 
     python benchmarks/survival.py [--parts kills disks operations damage paths terminals] [--scale 1.0]
-                                  [--out benchmarks/records/survival.json]
+                                  [--commands demo ...] [--out benchmarks/records/survival.json]
 
 Every trial is a command in a forked child, on a small workload, in a folder of its own. A trial that was disturbed is
 given again without disturbance and must end with the results of an undisturbed run: all files byte for byte but for
@@ -539,13 +539,15 @@ def main() -> None:
     known = ("kills", "disks", "operations", "damage", "paths", "terminals")
     parser.add_argument("--parts", nargs="+", choices=known, default=known)
     parser.add_argument("--scale", type=float, default=1.0, help="how many trials, relative to the record")
+    parser.add_argument("--commands", nargs="+", help="of kills, disks and operations; the record keeps others")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records/survival.json"))
     asked = parser.parse_args()
     out = asked.out.resolve()
     torch.set_num_threads(1)  # forking is safe only in a process without other threads
 
     def scaled(**counts: int) -> dict[str, int]:
-        return {name.replace("_", "."): max(2, round(asked.scale * count)) for name, count in counts.items()}
+        named = {name.replace("_", "."): max(2, round(asked.scale * count)) for name, count in counts.items()}
+        return {name: count for name, count in named.items() if not asked.commands or name in asked.commands}
 
     record = json.loads(out.read_text()) if out.exists() else {}
     with tempfile.TemporaryDirectory() as place:
@@ -565,10 +567,10 @@ def main() -> None:
             if name == "disks" and (platform.system() != "Linux" or os.geteuid() != 0):
                 record[name] = "left out: mounting takes root on Linux"
                 continue
-            record[name] = parts[name]()
-            record.setdefault("what was wrong", {})[name] = [
-                text.replace(place, "…") for text in trials.examples[before:]
-            ]
+            kept = record if asked.commands else {}
+            record[name] = {**kept.get(name, {}), **parts[name]()}
+            wrong = [text.replace(place, "…") for text in trials.examples[before:]]
+            record.setdefault("what was wrong", {})[name] = [*kept.get("what was wrong", {}).get(name, []), *wrong]
             os.chdir("/")
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ import typer
 import kronscope as ks
 from kronscope import cli
 from kronscope.paper.training import Event
+from kronscope.support.locks import lock_folder
 from tests.commands import Command, assert_refused, kronscope
 
 __all__ = ["kronscope"]
@@ -151,6 +152,26 @@ def test_a_folder_that_holds_a_run_is_not_written_to(kronscope: Command, tmp_pat
     assert "--resume" not in ended.err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
     assert "--resume" not in kronscope("demo", "--out", "out").err
+
+
+def test_the_same_command_goes_on_with_a_stopped_run_also_in_its_own_folder(kronscope: Command, tmp_path: Path) -> None:
+    arguments = ("measure", "mine:build", "--data", "mine:data", "--approximation", "identity")
+    assert kronscope(*arguments).code == 0
+    first = tmp_path / "runs" / "measure"
+    kept = (first / "results.json").read_bytes()
+    for lost in ("done.json", "report.html"):
+        (first / lost).unlink()
+    # somebody else's, or still going on: not this run
+    lock = lock_folder(first)
+    assert kronscope(*arguments).code == 0
+    lock.release()
+    assert kronscope(*arguments, "--seed", 1).code == 0
+    again = kronscope(*arguments)
+    assert again.out.startswith("Going on with the run in runs/measure, which was stopped")
+    assert (first / "report.html").exists()
+    assert (first / "results.json").read_bytes() == kept
+    assert "Going on" not in kronscope(*arguments).out
+    assert sorted(path.name for path in first.parent.iterdir()) == [f"measure{n}" for n in ("", "-2", "-3", "-4")]
 
 
 def test_ctrl_c_ends_with_130(kronscope: Command, tmp_path: Path) -> None:

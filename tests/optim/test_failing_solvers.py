@@ -124,6 +124,57 @@ def test_a_root_that_stays_keeps_the_trace_it_was_divided_by() -> None:
     assert torch.equal(optimizer.state[param]["tile0.spectrum"], spectrum)
 
 
+ONCE_A_STEP: dict[str, Callable[..., Any]] = {
+    "Shampoo": ks.Shampoo,
+    "Shampoo, warm": lambda params, lr, refresh: ks.Shampoo(params, lr, refresh=refresh, solver=ks.optim.WarmQR()),
+    "KLShampoo": ks.KLShampoo,
+    "SOAP": ks.SOAP,
+    "SOAP, decomposing": lambda params, lr, refresh: ks.SOAP(params, lr, refresh=refresh, solver=ks.optim.Eigh()),
+    "SOAP, published": lambda params, lr, refresh: ks.SOAP(params, lr, refresh=refresh, reference=True),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", ONCE_A_STEP)
+def test_a_root_that_stays_grows_older(family: str, threads: int) -> None:
+    torch.manual_seed(0)
+    # from size 64 on threads take roots one by one
+    shape = (3, 4) if threads == 1 else (65, 70)
+    params = [nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))]
+    optimizer = ONCE_A_STEP[family]([(f"a.{i}.w", param) for i, param in enumerate(params)], 0.01, refresh=1)
+
+    def step() -> list[int]:
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        return [row.staleness for row in optimizer.diagnostics().rows]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert [step(), step()] == [[0, 0], [0, 0]]
+        with failing("RuntimeError"), pytest.warns(RuntimeWarning, match="the one before stays"):
+            assert [step(), step()] == [[1, 1], [2, 2]]
+        assert step() == [0, 0]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_the_block_whose_root_stays_grows_older() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))]
+    optimizer = ks.Shampoo([(f"a.{i}.w", param) for i, param in enumerate(params)], 0.01, refresh=1)
+    for param in params:
+        param.grad = torch.randn(3, 4)
+    optimizer.step()
+    params[1].grad = 1e3 * torch.randn(3, 4)
+    large = lambda _, matrix: float(matrix.diagonal(dim1=-2, dim2=-1).sum(-1).amax()) > 1e3  # noqa: E731
+    with failing("NaN", large), pytest.warns(RuntimeWarning) as told:
+        optimizer.step()
+    assert ["the one before stays" in str(one.message) for one in told] == [False, True]
+    assert [row.staleness for row in optimizer.diagnostics().rows] == [0, 1]
+
+
 def test_a_mistake_in_a_solver_s_code_is_not_hidden() -> None:
     class Mistaken(ks.optim.Eigh):
         def solve(self, *args: Any, **options: Any) -> Any:

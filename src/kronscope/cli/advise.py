@@ -9,7 +9,7 @@ import typer
 
 from kronscope.advising import Advice, advise
 from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import open_console, say, say_where, unused
+from kronscope.cli.terminal import default_folder, open_console, say, say_where
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.launch import is_rank_0
@@ -39,7 +39,8 @@ def command(
     criterion = load_loss(loss)
     asked = {"layer": layer, "max_samples": max_samples, "tolerance": tolerance, "seed": seed}
     sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
-    target = unused(Path("runs/advise")) if out is None else out
+    config = {"command": "advise", **sources, **asked, "memory_budget": memory_budget}
+    target = default_folder(Path("runs/advise"), config, console) if out is None else out
     found: list[Advice] = []
 
     def measured() -> Results:
@@ -59,7 +60,6 @@ def command(
         found[0].save(target)
         return found[0].results
 
-    config = {"command": "advise", **sources, **asked, "memory_budget": memory_budget}
     with blaming_the_model():
         _, written = run_measurement(target, config, measured)
     if found:

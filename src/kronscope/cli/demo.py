@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kronscope import figures
-from kronscope.cli.terminal import ShowTraining, open_console, say, say_where, unused
+from kronscope.cli.terminal import ShowTraining, default_folder, open_console, say, say_where
 from kronscope.measures import Results
 from kronscope.paper import Experiment, plans, scaled
 from kronscope.paper.outputs import prefixed, write_outputs
@@ -30,10 +30,10 @@ def command(
         return  # it is small enough for one
     figures.require_matplotlib()
     console = open_console()
-    target = unused(Path("runs/demo")) if out is None else out
     plan = plans.get("figure1")
     titles, found = {}, {}
     config = {"command": "demo", "workloads": list(_WORKLOADS), "seed": seed}
+    target = default_folder(Path("runs/demo"), config, console) if out is None else out
     with Run.start(target, config, resume=True, reopen=False) as run:
         for name in _WORKLOADS:
             settings = scaled(name, seed=seed)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import open_console, say, say_where, unused
+from kronscope.cli.terminal import default_folder, open_console, say, say_where
 from kronscope.measures import Fit
 from kronscope.measures.measurement import run
 from kronscope.measures.options import MeasureOptions
@@ -64,10 +64,11 @@ def command(
         batches = own_part(found, processes)
         criterion = load_loss(loss)
     sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
+    config = {**sources, **options.to_json()}
     with blaming_the_model():
         results, written = run_measurement(
-            out or processes.on_rank_0(lambda: unused(Path("runs/measure"))),
-            {**sources, **options.to_json()},
+            out or processes.on_rank_0(lambda: default_folder(Path("runs/measure"), config, console)),
+            config,
             lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
             processes,
         )

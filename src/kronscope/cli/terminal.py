@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 
 from kronscope.measures.progress import Bar
 from kronscope.paper.training import Event
+from kronscope.runs.folder import is_unfinished
 from kronscope.support.launch import is_rank_0
 from kronscope.support.texts import printable
 
-__all__ = ["ShowTraining", "open_console", "say", "say_where", "unused"]
+__all__ = ["ShowTraining", "default_folder", "open_console", "say", "say_where"]
 
 
 def open_console() -> Console:
@@ -33,10 +35,13 @@ def say_where(console: Console, paths: Iterable[Path]) -> None:
         say(console, f"  {path}")
 
 
-def unused(path: Path) -> Path:
-    """The path, or the first with a number after it that does not exist."""
+def default_folder(path: Path, config: Mapping[str, Any], console: Console) -> Path:
+    """The path, or the first with a number after it that does not exist, or that holds this run, stopped half-way."""
     candidate, number = path, 1
     while candidate.exists():
+        if is_unfinished(candidate, config):
+            say(console, f"Going on with the run in {candidate}, which was stopped; --out names another folder.")
+            break
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate

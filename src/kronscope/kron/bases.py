@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.devices import on_host_if_missing, wide
-from kronscope.kron.rescues import FAILURES, KEPT, RETRIED, BadAnswerError, Rescue, note_rescues
+from kronscope.kron.rescues import FAILURES, KEPT, RETRIED, BadAnswerError, Rescue, note_lost, note_rescues
 from kronscope.kron.triangles import saves_half, symmetric_outer
 
 __all__ = [
@@ -82,7 +82,7 @@ def _orthonormal(columns: Tensor, previous: Tensor) -> Tensor:
     if all(good) and len(bad) == len(columns):
         return found  # type: ignore[no-any-return]
     for place, index in enumerate(bad):
-        basis[index] = found[place] if good[place] else by_reflections(columns[index], previous[index])
+        basis[index] = found[place] if good[place] else by_reflections(columns[index], previous[index], index)
     return basis
 
 
@@ -98,7 +98,7 @@ def _by_cholesky(columns: Tensor) -> tuple[Tensor, list[bool]]:
     return basis, (errors <= 100 * info.eps).tolist()
 
 
-def by_reflections(columns: Tensor, previous: Tensor) -> Tensor:
+def by_reflections(columns: Tensor, previous: Tensor, place: int = 0) -> Tensor:
     """Return Q of the QR decomposition of a matrix (d, d), with a safety net.
 
     Where it fails, or is none, float64 is tried, then the previous basis stays.
@@ -106,8 +106,9 @@ def by_reflections(columns: Tensor, previous: Tensor) -> Tensor:
     Args:
         columns: The matrix.
         previous: An orthonormal basis (d, d) to fall back on.
+        place: Its place in a stack, for :func:`~kronscope.kron.rescues.lost_places`.
     """
-    return _tried(_checked_qr, (with_width(columns) for with_width in _WIDTHS), previous)
+    return _tried(_checked_qr, (with_width(columns) for with_width in _WIDTHS), previous, place)
 
 
 def _checked_qr(columns: Tensor) -> Tensor:
@@ -152,13 +153,13 @@ def eigenbases(factors: Tensor, previous: Tensor) -> Tensor:
         vectors, reasons = previous.clone(), [error] * len(factors)
     for index, reason in enumerate(reasons):
         if reason is not None:
-            vectors[index] = _tried(_checked_eigh, [wide(factors[index])], previous[index], reason)
+            vectors[index] = _tried(_checked_eigh, [wide(factors[index])], previous[index], index, reason)
     return vectors  # type: ignore[no-any-return]
 
 
-def eigenbasis(factor: Tensor, previous: Tensor) -> Tensor:
-    """Do the same for one factor (d, d)."""
-    return _tried(_checked_eigh, (with_width(factor) for with_width in _WIDTHS), previous)
+def eigenbasis(factor: Tensor, previous: Tensor, place: int = 0) -> Tensor:
+    """Do the same for one factor (d, d), which has a place in a stack."""
+    return _tried(_checked_eigh, (with_width(factor) for with_width in _WIDTHS), previous, place)
 
 
 def _checked_eigh(factor: Tensor) -> Tensor:
@@ -170,7 +171,11 @@ def _checked_eigh(factor: Tensor) -> Tensor:
 
 
 def _tried(
-    attempt: Callable[[Tensor], Tensor], matrices: Iterable[Tensor], previous: Tensor, reason: Exception | None = None
+    attempt: Callable[[Tensor], Tensor],
+    matrices: Iterable[Tensor],
+    previous: Tensor,
+    place: int,
+    reason: Exception | None = None,
 ) -> Tensor:
     """Return the first attempt that works, or what there was before; whatever is not the first is noted.
 
@@ -178,6 +183,7 @@ def _tried(
         attempt: Returns a basis, or raises one of ``FAILURES``.
         matrices: What to try it with, in order.
         previous: The basis to fall back on.
+        place: The matrix's place in a stack.
         reason: Why an attempt before these failed.
     """
     for matrix in matrices:
@@ -191,6 +197,7 @@ def _tried(
         return found
     assert reason is not None
     note_rescues(Rescue.after(KEPT, reason))
+    note_lost(place)
     return previous
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "BadAnswerError",
     "Rescue",
     "Rescues",
+    "lost_places",
+    "note_lost",
     "note_rescues",
     "recorded_rescues",
 ]
@@ -137,3 +139,30 @@ def note_rescues(rescue: Rescue, number: int = 1) -> None:
         rescues.note(rescue, number)
     elif rescue.outcome == IDENTITY:
         warnings.warn(rescue.text(number), RuntimeWarning, stacklevel=2)
+
+
+_lost: ContextVar[list[int] | None] = ContextVar("kronscope_lost", default=None)
+
+
+@contextmanager
+def lost_places() -> Iterator[list[int]]:
+    """Collect the places, in the stack of matrices that is treated inside, of those that end without a new root.
+
+    >>> with lost_places() as lost:
+    ...     note_lost(3)
+    >>> lost
+    [3]
+    """
+    lost: list[int] = []
+    token = _lost.set(lost)
+    try:
+        yield lost
+    finally:
+        _lost.reset(token)
+
+
+def note_lost(place: int) -> None:
+    """Note that a matrix has no new root or basis; where nobody collects them, nothing happens."""
+    lost = _lost.get()
+    if lost is not None:
+        lost.append(place)

@@ -16,7 +16,7 @@ from kronscope.errors import OptionError
 from kronscope.kron.bases import decomposition_residuals, eigenbases, orthogonal_iteration, probe_vector
 from kronscope.kron.devices import has_float64
 from kronscope.kron.powers import Spectrum, default_cutoff
-from kronscope.kron.rescues import FAILURES, IDENTITY, KEPT, RETRIED, BadAnswerError, Rescue, note_rescues
+from kronscope.kron.rescues import FAILURES, IDENTITY, KEPT, RETRIED, BadAnswerError, Rescue, note_lost, note_rescues
 from kronscope.kron.solver import SOLVER_MEMBERS, Ridge, Roots, RootSolver, root_order
 
 __all__ = [
@@ -361,6 +361,8 @@ def _rescued(
             outcome = IDENTITY
         expected = is_warm and outcome == RETRIED and isinstance(reason, BadAnswerError)
         note_rescues(replace(Rescue.after(outcome, reason), is_expected=expected))
+        if outcome != RETRIED:
+            note_lost(index)
     return Roots(matrices, residuals, extremes, vectors, fresh)
 
 

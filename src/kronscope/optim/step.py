@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.precision import exact_products
+from kronscope.kron.rescues import lost_places
 from kronscope.kron.threads import divided, in_threads
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.calls import PLAIN, Calls
@@ -107,6 +108,7 @@ class Portion:
         # indices of the CPU would be sent over for each tensor
         self._places = self._rows if isinstance(self._rows, slice) else self._rows.to(stack.device)
         self._looks = list[tuple[int, Tensor, Tensor]]()
+        self._lost = list[tuple[int, Tensor]]()
         self.state: Tensors = {name: tensor[self._places] for name, tensor in stack.tensors.items()}
 
     @property
@@ -185,7 +187,11 @@ class Portion:
 
     def refresh(self, mode: int, index: Tensor) -> Tensor | None:
         """Take the roots of some blocks anew; return what :meth:`carry` needs, None for nothing."""
-        return self.hyper.rule.refresh(self.state, mode, self._stack.rows_of(index), self.hyper, self.step)
+        with lost_places() as lost:
+            found = self.hyper.rule.refresh(self.state, mode, self._stack.rows_of(index), self.hyper, self.step)
+        if lost:
+            self._lost.append((mode, index[lost]))
+        return found
 
     def carry(self, mode: int, index: Tensor, found: Tensor) -> None:
         """Bring the moments of some blocks up to date with what :meth:`refresh` found."""
@@ -198,8 +204,11 @@ class Portion:
     def finish(self, put: Put) -> None:
         """Form the updates with the roots as they are now, and hand them over."""
         refreshed = self._stack.refreshed[self._rows]
+        kept = [(mode, index, refreshed[index, mode]) for mode, index in self._lost]
         for mode, index in self.due:
             refreshed[index, mode] = self.step
+        for mode, index, before in kept:
+            refreshed[index, mode] = before
         update = self._calls.direction(self.state, self._moments, self._stack.modes, self.hyper, self.step)
         del self._moments
         if isinstance(self._rows, Tensor):

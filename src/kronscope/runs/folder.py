@@ -13,7 +13,7 @@ from typing import Any
 from kronscope.errors import RunError
 from kronscope.support.locks import FileLock, HeldError, lock_folder
 
-__all__ = ["KEPT", "Before", "check_free", "differences", "plain", "read_json", "take_lock"]
+__all__ = ["KEPT", "Before", "check_free", "differences", "is_unfinished", "plain", "read_json", "take_lock"]
 
 # What a run leaves once there is something to keep.
 KEPT = ("checkpoints", "stored", "metrics.jsonl", "watch.jsonl", "results.json", "done.json")
@@ -122,3 +122,15 @@ def differences(before: Mapping[str, Any], asked: Mapping[str, Any], prefix: str
         elif old != new:
             found.append(f"{prefix}{key} is {old!r} there, {new!r} was asked")
     return found
+
+
+def is_unfinished(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a run of this configuration that was stopped, and nobody has it."""
+    try:
+        found = read_json(folder / "config.json")
+        if found is None or (folder / "done.json").exists() or differences(found, plain(config)):
+            return False
+        take_lock(folder).release()
+    except RunError:
+        return False
+    return True

@@ -118,11 +118,12 @@ class PublishedSoapRule(EigenbasisRule):
 def _new_basis(factors: Tensor, old: Tensor, second: Tensor, mode: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the new bases, and the second moment permuted into the order of their eigenvalues."""
     if step == 1:
-        return torch.stack([eigenbasis(*pair) for pair in zip(factors, old, strict=True)]), second
+        pairs = zip(factors, old, strict=True)
+        return torch.stack([eigenbasis(*pair, place) for place, pair in enumerate(pairs)]), second
     bases, moments = [], []
-    for factor, basis, moment in zip(factors, old, second, strict=True):
+    for place, (factor, basis, moment) in enumerate(zip(factors, old, second, strict=True)):
         order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
         moments.append(moment.index_select(mode, order))
         # where it fails, the basis of before stays, in this order
-        bases.append(by_reflections(factor @ basis[:, order], basis[:, order]))
+        bases.append(by_reflections(factor @ basis[:, order], basis[:, order], place))
     return torch.stack(bases), torch.stack(moments)
