@@ -292,6 +292,8 @@ def interrupts(number: int) -> dict[str, Any]:
     from tests.optim.test_whole_steps import FAMILIES as OPTIMIZERS
     from tests.optim.test_whole_steps import At, backward, operations, same, snapshot, trained
 
+    # a shell lets what it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     found = Counter[str](interrupts=0, whole=0, untouched=0, half=0, runs_that_end_otherwise=0)
     for family in OPTIMIZERS:
         _, _, seen = trained(family, 4)
