@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.nearby import nearby
 from kronscope.curvature.second_moment import out_of_range
 from kronscope.errors import ConvergenceError, DataError
 from kronscope.kron.workspace import work_bytes
@@ -30,6 +31,8 @@ _BASIS_BYTES = 2 << 30
 _DROP = 1e-12
 # An image this small, relative to the largest, is rounding: the map has no further singular values there.
 _FLOOR = 1e-13
+# How far a map that is close is trusted, and the most steps of one correction.
+_CLOSE, _MOST_STEPS = 1e-6, 40
 # Beyond this the squares of an image's entries leave the range of float64.
 _SMALLEST = 1e-145
 
@@ -70,6 +73,18 @@ class _Problem:
     inner_left: Callable[[Block, Block], Tensor]
     inner_right: Callable[[Block, Block], Tensor]
     left_size: int
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of vectors: singular values, what is wrong with the right vectors, the largest residual, rounds spent."""
+
+    sigma: Tensor
+    lefts: Block
+    rights: Block
+    wrong: Block
+    residual: float
+    rounds: int
 
 
 def singular_triples(
@@ -157,7 +172,10 @@ def _in_matrix_space(
     def frobenius(one: Block, two: Block) -> Tensor:
         return one @ two.T
 
-    problem = _Problem(mapped(moment.left, n), mapped(moment.right, m), frobenius, frobenius, m * m)
+    def problem_of(matrix: SecondMoment) -> _Problem:
+        return _Problem(mapped(matrix.left, n), mapped(matrix.right, m), frobenius, frobenius, m * m)
+
+    problem = problem_of(moment)
     device = moment.left().device
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(rank, n, n, dtype=torch.float64, generator=generator).to(device)
@@ -167,18 +185,23 @@ def _in_matrix_space(
     # ‖Ĥ vec I‖ lies between the largest singular value and √n times it
     scale = _in_range(float(torch.linalg.matrix_norm(moment.left())), moment)
     most = work_bytes(_BASIS_BYTES) // (8 * (m * m + n * n))
-    found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale, most)
-    if not len(found):
-        return SingularTriples(first.new_zeros(0), first.new_zeros(0, m, m), first.new_zeros(0, n, n), 0.0, rounds)
-    sigma, lefts, rights, residual, rounds = _certified(problem, found, rounds, scale)
-    if residual > _accepted(tolerance):
+    close = nearby(moment) if rank == 1 else None
+    answer = None
+    if close is not None:
+        answer = _by_corrections(problem, problem_of(close), first.flatten(1), tolerance, max_rounds, scale, most)
+    if answer is None:
+        found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale, most)
+        if not len(found):
+            return SingularTriples(first.new_zeros(0), first.new_zeros(0, m, m), first.new_zeros(0, n, n), 0.0, rounds)
+        answer = _certified(problem, found, rounds, scale)
+    if answer.residual > _accepted(tolerance):
         raise ConvergenceError(
-            f"the leading Kronecker products did not converge: residual {residual:.1e} after {rounds} rounds, "
-            f"{tolerance:.0e} asked for within {max_rounds}; raise max_rounds or tolerance."
+            f"the leading Kronecker products did not converge: residual {answer.residual:.1e} after {answer.rounds} "
+            f"rounds, {tolerance:.0e} asked for within {max_rounds}; raise max_rounds or tolerance."
         )
-    left, right = lefts.view(-1, m, m), rights.view(-1, n, n)
+    left, right = answer.lefts.view(-1, m, m), answer.rights.view(-1, n, n)
     flip = torch.where(right.diagonal(dim1=1, dim2=2).sum(1) < 0, -1.0, 1.0).view(-1, 1, 1).to(right)
-    return SingularTriples(sigma, left * flip, right * flip, residual, rounds)
+    return SingularTriples(answer.sigma, left * flip, right * flip, answer.residual, answer.rounds)
 
 
 def _in_kernel_space(
@@ -203,13 +226,13 @@ def _in_kernel_space(
     image = problem.forward(first / _norm(first, problem.inner_right))
     scale = _in_range(_norm(image, problem.inner_left), moment)
     found, rounds = _golub_kahan(problem, first, 1, tolerance, max_rounds, scale)
-    sigma, x, y, residual, rounds = _certified(problem, found, rounds, scale)
+    pairs = _certified(problem, found, rounds, scale)
     # the matrices themselves: contractions with coefficients in the place of the weights
-    left = _span(moment, x[0], 0)
-    right = _span(moment, y[0], 1)
+    left = _span(moment, pairs.lefts[0], 0)
+    right = _span(moment, pairs.rights[0], 1)
     if float(right.diagonal().sum()) < 0:
         left, right = -left, -right
-    return SingularTriples(sigma, left[None], right[None], residual, rounds)
+    return SingularTriples(pairs.sigma, left[None], right[None], pairs.residual, pairs.rounds)
 
 
 def _in_range(scale: float, moment: SecondMoment) -> float:
@@ -295,23 +318,77 @@ def _golub_kahan(
         block = found
 
 
-def _certified(problem: _Problem, found: Block, rounds: int, scale: float) -> tuple[Tensor, Block, Block, float, int]:
+def _by_corrections(
+    problem: _Problem, close: _Problem, start: Block, tolerance: float, max_rounds: int, scale: float, most: int
+) -> _Pairs | None:
+    r"""Find the largest triple by searching with a map that is close, and correcting what the map itself finds wrong.
+
+    With :math:`\hat H v = \sigma u` and :math:`\hat H^\top u = \sigma v + r`, the eigenvector of
+    :math:`\hat H^\top \hat H` is to the first order :math:`v + \delta`, where
+    :math:`(\sigma^2 - \hat H^\top \hat H)\,\delta = \sigma r` orthogonally to v. That is solved with the close map, so
+    that each correction costs one round of the map itself and gains as many digits as the two have in common.
+
+    Returns:
+        The triple, or None where corrections do not help.
+    """
+    found, rounds = _golub_kahan(close, start, 1, max(tolerance, _CLOSE), max_rounds, scale, most)
+    last = math.inf
+    while len(found) and rounds < max_rounds:
+        pairs = _certified(problem, found, rounds, scale)
+        if pairs.residual <= _accepted(tolerance):
+            return pairs
+        if not pairs.residual < last / 2:
+            return None
+        last = pairs.residual
+        change, spent = _correction(close, pairs, max(_CLOSE, 0.1 * tolerance / last))
+        found, rounds = pairs.rights + change, pairs.rounds + spent
+        found = found / _norm(found, problem.inner_right)
+    return None
+
+
+def _correction(close: _Problem, pairs: _Pairs, tolerance: float) -> tuple[Block, int]:
+    """Solve for the correction by conjugate gradients; return it and the rounds they took."""
+    sigma, right = float(pairs.sigma[0]), pairs.rights
+
+    def projected(vector: Block) -> Block:
+        return vector - close.inner_right(vector, right) @ right
+
+    def apply(vector: Block) -> Block:
+        image = close.adjoint(close.forward(vector) / sigma) / sigma
+        return projected(vector - image)
+
+    # divided by the square of the singular value
+    residual = projected(pairs.wrong) / sigma
+    change, direction = torch.zeros_like(residual), residual
+    square = float(close.inner_right(residual, residual))
+    goal = tolerance**2 * square
+    for count in range(_MOST_STEPS):
+        if square <= goal:
+            return change, count
+        moved = apply(direction)
+        curvature = float(close.inner_right(direction, moved))
+        if curvature <= 0:  # another singular value is larger: leave it to the map itself
+            return change, count + 1
+        change = change + square / curvature * direction
+        residual = residual - square / curvature * moved
+        last, square = square, float(close.inner_right(residual, residual))
+        direction = residual + square / last * direction
+    return change, _MOST_STEPS
+
+
+def _certified(problem: _Problem, found: Block, rounds: int, scale: float) -> _Pairs:
     """Make the left vectors from the right ones and measure what is wrong with the pairs."""
     images = problem.forward(found)
     # orthogonal to the larger ones: dividing by a small singular value would blow up their rounding
     lefts = _orthonormal(images, None, problem.inner_left, _FLOOR * scale)
     images, found = images[: len(lefts)], found[: len(lefts)]
     sigma = problem.inner_left(images, lefts).diagonal().clone()
-    errors = [
-        _norm(wrong[index : index + 1], inner)
-        for wrong, inner in (
-            (problem.adjoint(lefts) - sigma[:, None] * found, problem.inner_right),
-            (images - sigma[:, None] * lefts, problem.inner_left),
-        )
-        for index in range(len(wrong))
-    ]
+    wrong = problem.adjoint(lefts) - sigma[:, None] * found
+    errors = [_norm(each[None], problem.inner_right) for each in wrong]
+    errors += [_norm(each[None], problem.inner_left) for each in images - sigma[:, None] * lefts]
     order = sigma.argsort(descending=True)
-    return sigma[order], lefts[order], found[order], max(errors) / float(sigma.max()), rounds + 1
+    residual = max(errors) / float(sigma.max())
+    return _Pairs(sigma[order], lefts[order], found[order], wrong[order], residual, rounds + 1)
 
 
 def _accepted(tolerance: float) -> float:

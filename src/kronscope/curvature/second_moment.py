@@ -70,14 +70,16 @@ class SecondMoment:
 
     Args:
         stream: The gradients.
+        narrow: Whether contractions may be done in float32, the gradients' own type: a search can be, an answer not.
 
     >>> H = SecondMoment(GradientStream.from_tensors(torch.eye(2, dtype=torch.float64).view(2, 1, 2)))
     >>> H.norm(), H.trace()
     (0.70..., 1.0)
     """
 
-    def __init__(self, stream: GradientStream) -> None:
+    def __init__(self, stream: GradientStream, *, narrow: bool = False) -> None:
         self.stream = stream
+        self._narrow = narrow
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -539,7 +541,7 @@ class SecondMoment:
         def compute() -> bool:
             return self.stream.random_columns > 0 and all(safe_in_float32(atoms) for atoms in self.stream)
 
-        return self._once("in float32", compute)
+        return self._narrow or self._once("in float32", compute)
 
     def _inner_product(self, left: Tensor, right: Tensor) -> float:
         """⟨H, A⊗B⟩ = ⟨Σ w GᵀAG, B⟩ = ⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""

@@ -33,6 +33,8 @@ _BLOWN_UP_RATIO = 8
 _BLOWN_UP_BYTES = 4 << 20
 # Bytes of the outputs, in float64, that are looked at together.
 _OUTPUT_BYTES = 64 << 20
+# Numbers in the outputs that are looked at before choosing columns: more samples than these are a sample of them.
+_OUTPUT_NUMBERS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,21 @@ class Recorder:
             most: The largest number of columns to take out.
 
         Returns:
-            For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns.
+            For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns; where
+            the outputs are very many numbers, over some of the samples.
         """
         left = torch.zeros(most + 1, dtype=torch.float64)
+        numbers = math.prod(self._routes.outputs[1:])
+        stride = max(1, self.num_samples * numbers // _OUTPUT_NUMBERS)
 
         def own() -> tuple[Tensor]:
+            count = 0
             for batch in self._batches:
-                step = max(1, work_bytes(_OUTPUT_BYTES) // 8 // max(1, math.prod(self._routes.outputs[1:])))
+                step = max(1, work_bytes(_OUTPUT_BYTES) // 8 // max(1, numbers))
                 for start in range(0, batch.size, step):
+                    count += 1
+                    if (count - 1) % stride:
+                        continue
                     chunk = batch.take(slice(start, min(start + step, batch.size))).to(self._device)
                     with untouched(self._model, self._parameters.values()), torch.no_grad():
                         outputs = self._forward.outputs(chunk)

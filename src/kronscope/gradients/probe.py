@@ -32,6 +32,8 @@ __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape
 # softmax in float32.)
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 _FACTORED_CHECK_ENTRIES = 1 << 24
+# Outputs of a sample with more numbers than this are many terms, and are tried on fewer samples.
+_LARGE_OUTPUT = 1 << 17
 UseKey = tuple[str, int]
 
 
@@ -153,8 +155,10 @@ def choose_routes(
     """
     # Three samples at first: few sizes are divisible by 3 by accident. Then others, to tell apart what is left.
     spread = torch.linspace(0, batch.size - 1, min(batch.size, 11)).long().unique()
-    few, more = batch.take(spread[:3]), batch.take(spread[3:])
+    few = batch.take(spread[:3])
     references = [_Reference.of(forward, few, parameters, sorted({0, few.size - 1}))]
+    large = references[0].outputs[0].numel() > _LARGE_OUTPUT
+    more = batch.take(spread[3:5] if large else spread[3:])
     if more.size > 1:
         references.append(_Reference.of(forward, more, parameters, [more.size // 2]))
     routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].dtype)
