@@ -171,8 +171,8 @@ class Recorder:
             most: The largest number of columns to take out.
 
         Returns:
-            For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns; where
-            the outputs are very many numbers, over some of the samples.
+            For each r from 0 to ``most`` the sum over samples of the squared trace that remains without r columns; over
+            some of the samples, where the outputs are very many numbers.
         """
         left = torch.zeros(most + 1, dtype=torch.float64)
         numbers = math.prod(self._routes.outputs[1:])
