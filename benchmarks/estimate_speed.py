@@ -1,16 +1,19 @@
 """How long do estimates take on models with very many columns, beside the operations they need?
 
-    python benchmarks/estimate_speed.py [--only gpt convnext adagrad gpt2] [--threads 2] [--record FILE]
+    python benchmarks/estimate_speed.py [--only gpt convnext adagrad gpt2 curvlinops] [--threads 2] [--record FILE]
 
 gpt       a four-layer GPT (width 256, 5,000 words) on 32 sequences of 64 tokens: all 16 block matrices.
 convnext  one 1536 x 384 layer of ConvNeXt-T with 200 classes, 128 images of 64 pixels.
 adagrad   Adagrad's matrix of 1,000 gradients of a 512 x 512 layer, the optimum certified.
 gpt2      GPT-2 small (12 layers, width 768, 50,257 words) on 32 sequences of 128 tokens: all 48 block matrices, to a
           standard error of 0.02.
+curvlinops  one layer of the four-layer GPT: 30 Gauss-Newton products by curvlinops and the error of a cosine made of
+          these probes, beside our own estimate of the same cosine and its error.
 
-Weights are random. For each: seconds, peak memory of the process, the largest standard error, and the time over that of
-the counted floating-point operations (forward and backward passes and products; decompositions are not counted) at the
-rate of large float32 products, measured before and after. The language models are those of transformers.
+Weights are random. For each: seconds, CPU seconds, peak memory of the process, the largest standard error, the load of
+the machine at the end, and the time over that of the counted floating-point operations (forward and backward passes and
+products; decompositions are not counted) at the rate of large float32 products, measured before and after. The language
+models are those of transformers.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import resource
 import subprocess
@@ -34,34 +38,101 @@ from torch.utils.flop_counter import FlopCounterMode
 import kronscope as ks
 from kronscope.paper.models import convnext_tiny
 
+# Layers, width, words, sequences and tokens.
+GPT = (4, 256, 5000, 32, 64)
 RECORD = Path(__file__).parent / "records" / "estimate_speed.json"
 
 
-def language_model(layers: int, width: int, words: int, samples: int, tokens: int, accuracy: float) -> ks.Results:
-    """All matrices in the blocks of a GPT-2 with random weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+class Words(nn.Module):
+    """A GPT-2 with random weights that gives its logits (samples, words, tokens)."""
 
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=words,
-        n_positions=tokens,
-        n_embd=width,
-        n_layer=layers,
-        n_head=max(1, width // 64),
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    text = torch.randint(words, (samples, tokens))
-    data = [(part, part.roll(-1, 1)) for part in text.split(8)]
-    names = [name for name, weight in model.named_parameters() if weight.dim() == 2 and ".h." in name]
+    def __init__(self, layers: int, width: int, words: int, tokens: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-    def logits(module: nn.Module, inputs: Tensor) -> Tensor:
-        found: Tensor = module(input_ids=inputs).logits.transpose(1, 2)
+        config = GPT2Config(
+            vocab_size=words,
+            n_positions=tokens,
+            n_embd=width,
+            n_layer=layers,
+            n_head=max(1, width // 64),
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The logits of tokens."""
+        found: Tensor = self.model(input_ids=inputs).logits.transpose(1, 2)
         return found
 
-    return ks.measure(model, nn.CrossEntropyLoss(), data, layers=names, forward=logits, accuracy=accuracy)
+
+def language_model(
+    layers: int, width: int, words: int, samples: int, tokens: int
+) -> tuple[Words, list[tuple[Tensor, Tensor]]]:
+    """A model and sequences."""
+    torch.manual_seed(0)
+    model = Words(layers, width, words, tokens).eval()
+    text = torch.randint(words, (samples, tokens))
+    return model, [(part, part.roll(-1, 1)) for part in text.split(8)]
+
+
+def block_matrices(sizes: tuple[int, int, int, int, int], accuracy: float, budget: int | None = None) -> ks.Results:
+    """All matrices in the blocks of a language model."""
+    model, data = language_model(*sizes)
+    names = [name for name, weight in model.named_parameters() if weight.dim() == 2 and ".h." in name]
+    return ks.measure(model, nn.CrossEntropyLoss(), data, layers=names, accuracy=accuracy, memory_budget=budget)
+
+
+def beside_curvlinops(threads: int) -> dict[str, Any]:
+    """Probes of one layer against our estimate of the same cosine."""
+    from curvlinops import GGNLinearOperator
+
+    torch.set_num_threads(threads)
+    model, data = language_model(*GPT)
+    model.model.set_attn_implementation("eager")  # the fused one has no forward derivative
+    name = next(name for name, _ in model.named_parameters() if ".h.1.mlp.c_fc.weight" in name)
+    weight = dict(model.named_parameters())[name]
+    loss = nn.CrossEntropyLoss()
+    started, used = time.perf_counter(), time.process_time()
+    # fitted on the real labels, so that both compare H with exactly the same product
+    (row,) = ks.measure(model, loss, data, layers=[name], approximations=["shampoo2"], labels="real", progress=False)
+    ours = {"seconds": time.perf_counter() - started, "CPU seconds": time.process_time() - used}
+    moment = ks.second_moment(model, loss, data, layer=name, truth="empirical_fisher", progress=False)
+    fitted = ks.approx.get("shampoo2").fit(moment.stream)
+    theirs = GGNLinearOperator(model, loss, [weight], data, check_deterministic=False)
+
+    class Products:
+        shape = moment.shape
+        seconds = 0.0
+        used = 0.0
+
+        def left(self) -> Tensor:
+            return torch.zeros(1)
+
+        def matvec(self, vectors: Tensor) -> Tensor:
+            started, used = time.perf_counter(), time.process_time()
+            turned = vectors if vectors.shape[1:] == weight.shape else vectors.mT
+            found = torch.stack([theirs @ each.float().flatten() for each in turned]).detach().double()
+            self.seconds, self.used = time.perf_counter() - started, time.process_time() - used
+            found = found.view(-1, *weight.shape)
+            return found if vectors.shape[1:] == weight.shape else found.mT
+
+    products = Products()
+    probed = ks.measures.probes.Probes(count=30).cosine(products, fitted)  # type: ignore[arg-type]
+    return {
+        "workload": "curvlinops",
+        "layer": name,
+        "ours": {**ours, "cosine": row.cosine, "stderr": row.stderr, "note": row.note},
+        "30 products": {
+            "seconds": products.seconds,
+            "CPU seconds": products.used,
+            "cosine": probed.value,
+            "stderr": probed.stderr,
+        },
+        "load": os.getloadavg()[0],
+    }
 
 
 def convnext() -> ks.Results:
@@ -89,10 +160,10 @@ def adagrad() -> ks.Results:
 
 
 WORKLOADS: dict[str, tuple[float, Callable[[], ks.Results]]] = {
-    "gpt": (60, lambda: language_model(4, 256, 5000, 32, 64, 0.01)),
+    "gpt": (60, lambda: block_matrices(GPT, 0.01)),
     "convnext": (90, convnext),
     "adagrad": (90, adagrad),
-    "gpt2": (1800, lambda: language_model(12, 768, 50257, 32, 128, 0.02)),
+    "gpt2": (1800, lambda: block_matrices((12, 768, 50257, 32, 128), 0.02, 6 << 30)),
 }
 
 
@@ -112,16 +183,18 @@ def one(name: str, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     goal, work = WORKLOADS[name]
     before = rate()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     with FlopCounterMode(display=False) as counter:
         results = work()
-    seconds = time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, time.process_time() - used
     speed = (before + rate()) / 2
     operations = counter.get_total_flops()
     errors = [row.stderr for row in results if not math.isnan(row.stderr)]
     return {
         "workload": name,
         "seconds": seconds,
+        "CPU seconds": used,
+        "load": os.getloadavg()[0],
         "goal": goal,
         "layers": len(results.layers),
         "largest stderr": max(errors, default=0.0),
@@ -137,19 +210,20 @@ def one(name: str, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", choices=[*WORKLOADS, "curvlinops"], default=list(WORKLOADS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", type=Path, default=RECORD)
-    parser.add_argument("--one", choices=WORKLOADS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=[*WORKLOADS, "curvlinops"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args.one, args.threads)))
+        done = beside_curvlinops(args.threads) if args.one == "curvlinops" else one(args.one, args.threads)
+        print(json.dumps(done))
         return
     known = json.loads(args.record.read_text(encoding="utf-8"))["workloads"] if args.record.exists() else {}
     for name in args.only:  # each in a process of its own, for its peak of memory
         command = [sys.executable, __file__, "--one", name, "--threads", str(args.threads)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        known[name] = json.loads(done.stdout.splitlines()[-1])
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        known[name] = json.loads(ended.stdout.splitlines()[-1])
         print(json.dumps(known[name], indent=1), flush=True)
         content = {
             "command": "python benchmarks/estimate_speed.py",
