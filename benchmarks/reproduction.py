@@ -41,6 +41,7 @@ TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "
 _SHORT = "--workload cifar-resnet18"
 _LONG = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --steps 3125 --samples 256"
 _VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 6250 --samples 128"
+_CONVNEXT = "--workload imagenet-convnext --dataset tiny-imagenet --batch 64 --steps 400 --samples 128"
 _GRID = "--measure-at 0,100,200,400,700,1000,1400,1900,2500,3125"
 RUNS = {
     "mnist2": "all --workload mnist2 --probes 5",
@@ -53,6 +54,8 @@ RUNS = {
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
     "cifar-vit-long": f"figure5 {_VIT} --measure-at 0,200,1000,3000,6250",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
+    "imagenet-convnext-long": f"figures {_CONVNEXT} --warmup 100 --measure-at 0,50,100,200,400",
+    "imagenet-convnext-constant": f"figure1 {_CONVNEXT} --measure-at 400",
 }
 # The verdicts' columns: a title, and records of the same network and length (several seeds).
 NETWORKS = {
@@ -63,6 +66,7 @@ NETWORKS = {
     "ViT, 1,000 steps": ("cifar-vit", "cifar-vit-short"),
     "ViT, 6,250 steps": ("cifar-vit-long",),
     "ConvNeXt-T, 60 steps": ("imagenet-convnext",),
+    "ConvNeXt-T, 400 steps": ("imagenet-convnext-long",),
     "character GPT": ("language-model",),
 }
 

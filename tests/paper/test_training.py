@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kronscope.errors import NonFiniteError
-from kronscope.paper import Settings, scaled
+from kronscope.errors import NonFiniteError, OptionError
+from kronscope.paper import Settings, Training, scaled
 from kronscope.paper.data import Dataset
 from kronscope.runs import Run
 from tests.paper import killable
@@ -200,3 +200,17 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_same_files(tmp_path, k
         assert torch.equal(tensor, ours.state["model"][name]), name
     assert torch.equal(ours.state["watchers"]["sum"]["total"], theirs.state["watchers"]["sum"]["total"])
     assert not list(killed.folder.rglob("*.tmp"))
+
+
+def test_the_learning_rate_rises_during_a_warm_up_and_a_run_without_one_is_called_as_before(tmp_path):
+    settings, dataset = _prepare("digits-linear", steps=5, warmup=3)
+    assert "warm-up none -> 3 steps" in settings.cuts
+    assert settings.config(dataset)["warmup"] == 3
+    with Training(settings, dataset) as training:
+        group, base = training.optimizer.param_groups[0], settings.definition.lr
+        rates = [group["lr"] / base for event in training.events() if event.kind == "train"]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+    plain, _ = _prepare("digits-linear", steps=5)
+    assert "warmup" not in plain.config(dataset)
+    with pytest.raises(OptionError, match="steps of warm-up"):
+        scaled("digits-linear", warmup=-1)

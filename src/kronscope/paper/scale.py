@@ -42,6 +42,7 @@ class Settings:
         device: Where training runs.
         datasets: Data sets to look for, in this order.
         cuts: What differs from the paper, one line each.
+        warmup: Steps in which the learning rate rises to its value; 0 for the paper's constant one.
     """
 
     workload: str
@@ -56,6 +57,7 @@ class Settings:
     datasets: tuple[str, ...]
     cuts: tuple[str, ...] = ()
     held_out: int = 0
+    warmup: int = 0
 
     @property
     def definition(self) -> workloads.Workload:
@@ -128,6 +130,8 @@ class Settings:
         workload = self.definition
         settings = asdict(self)
         del settings["datasets"]
+        if not self.warmup:
+            del settings["warmup"]  # as in runs from before there was one
         return {
             **settings,
             "title": workload.title,
@@ -155,6 +159,7 @@ def scaled(
     dataset: str | None = None,
     seed: int = 0,
     device: str = "cpu",
+    warmup: int = 0,
 ) -> Settings:
     """The settings of a run: the paper's or the small ones, with single values replaced.
 
@@ -170,6 +175,7 @@ def scaled(
         dataset: Use this data set only, instead of the first that is there.
         seed: Seed of everything random.
         device: Where to train.
+        warmup: Steps in which the learning rate rises linearly to the paper's.
 
     Raises:
         OptionError: A value that makes no sense, or a device this machine does not have.
@@ -183,8 +189,9 @@ def scaled(
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples), ("image size", image_size)):
         if value is not None and value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.")
-    if held_out < 0:
-        raise OptionError(f"held-out samples cannot be fewer than 0, got {held_out}.")
+    for name, value in (("held-out samples", held_out), ("steps of warm-up", warmup)):
+        if value < 0:
+            raise OptionError(f"{name} cannot be fewer than 0, got {value}.")
     if dataset is not None and dataset not in workload.datasets:
         raise OptionError(f"{workload.name} cannot run on {dataset!r}; it knows {', '.join(workload.datasets)}.")
     paper, preset = workload.paper, workload.paper if scale == "paper" else workload.small
@@ -201,12 +208,14 @@ def scaled(
         device=_device(device),
         datasets=workload.datasets if dataset is None else (dataset,),
         held_out=held_out,
+        warmup=warmup,
     )
     cuts = [
         *_changed("steps", paper.steps, settings.steps),
         *_changed("batch", paper.batch or "all", settings.batch or "all"),
         *_changed("samples", paper.samples, settings.samples),
         *_changed("image size", paper.image_size, settings.image_size),
+        *_changed("warm-up", "none", f"{warmup} steps" if warmup else "none"),
     ]
     return replace(settings, cuts=tuple(cuts))
 

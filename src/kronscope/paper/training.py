@@ -156,6 +156,9 @@ class Training:
                 f"A larger batch (--batch) or another seed (--seed) may help; the learning rate is given."
             )
         loss.backward()
+        if settings.warmup:
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.definition.lr * min(1.0, (self.step + 1) / settings.warmup)
         self.optimizer.step()
         self.step += 1
         if self._run is not None:
