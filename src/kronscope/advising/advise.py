@@ -228,18 +228,7 @@ def advise(
         raise OptionError(f"tolerance must be a number between 0 and 1, got {tolerance!r}.")
     inner = unwrap(model)
     parameters = dict(inner.named_parameters(remove_duplicate=False))
-    chosen: dict[str, list[Candidate]] = {}
-    shapes: dict[str, tuple[int, int]] = {}
-    for spec in resolve_layers(model, layers):
-        name, parameter = spec.parameters[0], parameters[spec.parameters[0]]
-        if not spec.is_whole(parameter):
-            raise LayerError(f"layer {spec.name!r}: advice is for whole parameters, not for parts or stacks of them.")
-        if parameter.requires_grad:
-            chosen[name], shapes[name] = candidates(name, parameter, inner), spec.shape
-        elif layers is not None:
-            raise LayerError(f"layer {name!r} is not trained (requires_grad is False); leave it out.")
-    if not chosen:
-        raise LayerError("the model trains no matrix: there is nothing to advise on.")
+    chosen, shapes = _asked_for(inner, layers, parameters)
 
     def measured(kind: tuple[Any, ...], names: list[str]) -> list[Results]:
         """Measure layers of a kind; of those that nobody asked for by name, leave out what cannot be measured."""
@@ -276,19 +265,41 @@ def advise(
     options = {
         name: _options(results.select(layer=name), chosen[name], prices[name]) for name in chosen if name in prices
     }
-    least = WORTH_IT * sum(several[0].milliseconds for several in options.values())
     optimal = {row.layer: row.cosine for row in results.select(approximation="optimal")}
-    found = []
     roles = {} if tables else roles_in(inner)
+    least = WORTH_IT * sum(several[0].milliseconds for several in options.values())
+    found = []
     for name, several in options.items():
-        role = roles.get(parameters[name], "")
-        if role in ("embedding", "head"):
-            (choice,) = [one for one in several if one.name == "diagonal"]
-            reason = f"AdamW, as for every {role}; {several[0].title} has {several[0].cosine:.2f}"
-        else:
-            choice, reason = _choice(several, tolerance, least)
+        choice, reason = _choice_for(roles.get(parameters[name], ""), several, tolerance, least)
         found.append(LayerAdvice(name, shapes[name], optimal[name], several, choice, reason))
     return Advice(tuple(found), results, tolerance)
+
+
+def _asked_for(
+    model: nn.Module, layers: Sequence[str] | str | None, parameters: dict[str, nn.Parameter]
+) -> tuple[dict[str, list[Candidate]], dict[str, tuple[int, int]]]:
+    """The layers that are trained: what to compare for each, and their shapes."""
+    chosen: dict[str, list[Candidate]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for spec in resolve_layers(model, layers):
+        name, parameter = spec.parameters[0], parameters[spec.parameters[0]]
+        if not spec.is_whole(parameter):
+            raise LayerError(f"layer {spec.name!r}: advice is for whole parameters, not for parts or stacks of them.")
+        if parameter.requires_grad:
+            chosen[name], shapes[name] = candidates(name, parameter, model), spec.shape
+        elif layers is not None:
+            raise LayerError(f"layer {name!r} is not trained (requires_grad is False); leave it out.")
+    if not chosen:
+        raise LayerError("the model trains no matrix: there is nothing to advise on.")
+    return chosen, shapes
+
+
+def _choice_for(role: str, several: tuple[Option, ...], tolerance: float, least: float) -> tuple[Option, str]:
+    """What to recommend for a layer of a role, and why."""
+    if role in ("embedding", "head"):
+        (choice,) = [one for one in several if one.name == "diagonal"]
+        return choice, f"AdamW, as for every {role}; {several[0].title} has {several[0].cosine:.2f}"
+    return _choice(several, tolerance, least)
 
 
 def _prices(

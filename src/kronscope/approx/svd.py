@@ -72,7 +72,6 @@ class _Problem:
     adjoint: Callable[[Block], Block]
     inner_left: Callable[[Block, Block], Tensor]
     inner_right: Callable[[Block, Block], Tensor]
-    left_size: int
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _in_matrix_space(
         return one @ two.T
 
     def problem_of(matrix: SecondMoment) -> _Problem:
-        return _Problem(mapped(matrix.left, n), mapped(matrix.right, m), frobenius, frobenius, m * m)
+        return _Problem(mapped(matrix.left, n), mapped(matrix.right, m), frobenius, frobenius)
 
     problem = problem_of(moment)
     device = moment.left().device
@@ -219,7 +218,6 @@ def _in_kernel_space(
         lambda x: weights * (x @ rows),
         lambda x, other: x @ rows @ other.T,
         lambda y, other: y @ cols @ other.T,
-        len(weights),
     )
     # right(I) is the first image that lies in the span; its coefficients are w times the squared norms of the rows
     first = (weights * _row_traces(moment))[None]

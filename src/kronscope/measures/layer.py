@@ -83,63 +83,27 @@ def layer_rows(
         approximations: What to fit.
         probes: Use the paper's estimator instead of exact values.
     """
-    truth = SecondMoment(streams.truth)
     batched = streams.batches.of(streams.fitted)
     # with two of them, one table serves all; of random columns only halves are fitted
     several = sum(approximation.in_shampoo_basis for approximation in approximations) > 1
     if several and not streams.truth.random_columns:
         for factor in SecondMoment(batched).factors():
             _ = factor.spectrum
-    resampler, notes, silence = None, [streams.note], ""
-    try:
-        resampler = _resampler(streams)
-    except DataError as error:
-        if streams.whole_square:
-            silence = str(error)  # so few recorded steps say nothing about the others
-        elif streams.resample == "samples":
-            raise
-        else:
-            notes.append(str(error))
-
-    if several and isinstance(resampler, RandomColumns) and streams.fitted is streams.truth:
-        resampler.decompose()
-
-    def estimated(approximation: Approximation, stream: GradientStream) -> Estimate:
-        if probes is not None:
-            return _probed(probes, streams, approximation, stream)
-        if silence:
-            return Estimate(math.nan, math.nan, silence)
-        if isinstance(resampler, RandomColumns):
-            return estimated_cosine(resampler, streams, approximation, streams.batches)
-        # an operator that is given does not vary with the labels that fits are drawn on
-        given = approximation.fits_truth or isinstance(approximation, Given)
-        if resampler is None or (resampler.fixed_truth and given):
-            return Estimate(_plain_cosine(truth, approximation, stream), math.nan)
-        if isinstance(resampler, PopulationHalves) and resampler.knows(approximation, stream):
-            found = resampler.cosine(approximation)
-        else:
-            refits = resampler.refits if isinstance(resampler, PopulationHalves) else resampler
-            found = _resampled(refits, approximation, streams.batches)
-        population = streams.resample == "samples" and not streams.whole_square
-        return checked_population(found, condition.samples) if population else found
-
+    estimates = _Estimates(streams, probes)
+    if several and isinstance(estimates.resampler, RandomColumns) and streams.fitted is streams.truth:
+        estimates.resampler.decompose()
     started = time.perf_counter()
-    facts = _facts(streams, truth, resampler, probes)
+    facts = _facts(streams, estimates.truth, estimates.resampler, probes)
     for approximation in approximations:
         stream = batched if approximation.uses_batches else streams.fitted
         if approximation.fits_truth:
             stream = streams.truth
-        try:
-            found = estimated(approximation, stream)
-        except (NotFactoredError, ConvergenceError, DataError) as error:
-            found = Estimate(math.nan, math.nan, str(error))
-        if math.isnan(found.value) and not found.note:
-            found = replace(found, note="the truth or the fit is zero: there is no direction to compare")
+        found = estimates.of(approximation, stream)
         options = [options_of(approximation), streams.batches.options if stream is batched else ""]
         yield Row(
             layer=condition.layer,
-            rows=truth.shape[0],
-            cols=truth.shape[1],
+            rows=streams.truth.shape[0],
+            cols=streams.truth.shape[1],
             step=condition.step,
             truth=condition.truth,
             labels=condition.labels,
@@ -150,7 +114,7 @@ def layer_rows(
             relative_error=relative_error(found.value),
             samples=condition.samples,
             seconds=time.perf_counter() - started,
-            note="; ".join(filter(None, [*notes, found.note])),
+            note="; ".join(filter(None, [*estimates.notes, found.note])),
             options=", ".join(filter(None, options)),
             trace=facts.trace,
             norm=facts.norm,
@@ -158,6 +122,65 @@ def layer_rows(
             leading_eigenvalue=facts.leading_eigenvalue,
         )
         started = time.perf_counter()
+
+
+class _Estimates:
+    """A layer's cosines, each with the error bar that its streams allow.
+
+    Args:
+        streams: The layer's atoms.
+        probes: Use the paper's estimator instead of exact values.
+
+    Attributes:
+        truth: The matrix.
+        resampler: Where error bars come from; None for exact values.
+        notes: What every row says.
+    """
+
+    def __init__(self, streams: LayerStreams, probes: Probes | None) -> None:
+        self.truth = SecondMoment(streams.truth)
+        self.resampler: _Resampling | None = None
+        self.notes = [streams.note]
+        self._streams, self._probes, self._silence = streams, probes, ""
+        try:
+            self.resampler = _resampler(streams)
+        except DataError as error:
+            if streams.whole_square:
+                self._silence = str(error)  # so few recorded steps say nothing about the others
+            elif streams.resample == "samples":
+                raise
+            else:
+                self.notes.append(str(error))
+
+    def of(self, approximation: Approximation, stream: GradientStream) -> Estimate:
+        """Fit to a stream and compare; what cannot be said is NaN with a note."""
+        try:
+            found = self._estimate(approximation, stream)
+        except (NotFactoredError, ConvergenceError, DataError) as error:
+            return Estimate(math.nan, math.nan, str(error))
+        if math.isnan(found.value) and not found.note:
+            return replace(found, note="the truth or the fit is zero: there is no direction to compare")
+        return found
+
+    def _estimate(self, approximation: Approximation, stream: GradientStream) -> Estimate:
+        streams, resampler = self._streams, self.resampler
+        if self._probes is not None:
+            return _probed(self._probes, streams, approximation, stream)
+        if self._silence:
+            return Estimate(math.nan, math.nan, self._silence)
+        if isinstance(resampler, RandomColumns):
+            return estimated_cosine(resampler, streams, approximation, streams.batches)
+        # an operator that is given does not vary with the labels that fits are drawn on
+        given = approximation.fits_truth or isinstance(approximation, Given)
+        if resampler is None or (resampler.fixed_truth and given):
+            return Estimate(_plain_cosine(self.truth, approximation, stream), math.nan)
+        if isinstance(resampler, PopulationHalves) and resampler.knows(approximation, stream):
+            found = resampler.cosine(approximation)
+        else:
+            refits = resampler.refits if isinstance(resampler, PopulationHalves) else resampler
+            found = _resampled(refits, approximation, streams.batches)
+        population = streams.resample == "samples" and not streams.whole_square
+        return checked_population(found, streams.truth.num_samples) if population else found
 
 
 def _facts(
