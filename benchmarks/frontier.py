@@ -162,6 +162,10 @@ SCHEDULES: dict[str, Refresh] = {
     "within3": Warmup(9, 10, within=3),
     "within2": Warmup(10, 10, within=2),
     "within5-20": Warmup(40, 20, within=5),
+    "grow235": Warmup(10, 10, within=(2, 3, 5)),
+    "grow2224": Warmup(10, 10, within=(2, 2, 2, 4)),
+    "grow2235": Warmup(12, 10, within=(2, 2, 3, 5)),
+    "grow346": Warmup(13, 10, within=(3, 4, 6)),
 }
 
 

@@ -8,6 +8,7 @@ Shape lists: `cnn` (two convolutions, a 128 x 1568 layer), `mlp` (784-512-512-10
 (the first two layers of GPT-2 small). Gradients are random and the same for all; parameters have no names, so that ours
 precondition every matrix, as the others do. All take ten steps in turn; steps 1-20 are the first, then come as many
 later ones as `--steps` says. Times are of the process: `wall`, and `cpu` seconds, which a busy machine disturbs less.
+Before, each makes three steps with a small matrix, so that nobody pays for loading libraries.
 
 Peers are imported from a checkout given by its folder. Distributed Shampoo takes roots at every step by default, which
 nobody can afford; here it does every 10 steps from step 10 on, with Adam's graft, and else its own defaults (blocks of
@@ -84,6 +85,16 @@ def candidates(args: argparse.Namespace) -> dict[str, Callable[[list[Tensor]], A
     return {name: make for name, make in found.items() if not args.only or name in args.only}
 
 
+def warm_up(args: argparse.Namespace) -> None:
+    for make in candidates(args).values():
+        params = fresh([(300, 40), (8,)])
+        optimizer = make(list(params))
+        for _ in range(3):
+            for param in params:
+                param.grad = 1e-3 * torch.ones_like(param)
+            optimizer.step()
+
+
 def run(shapes: list[Shape], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     params = {name: fresh(shapes) for name in candidates(args)}
     optimizers = {name: make(list(params[name])) for name, make in candidates(args).items()}
@@ -141,6 +152,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*without names")
     # lists that an earlier run left in the same file stay
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    warm_up(args)
     for name in args.lists:
         found = run(LISTS[name](), args)
         place = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}

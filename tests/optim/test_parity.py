@@ -216,7 +216,8 @@ def test_the_first_step_of_the_original_is_the_polar_factor_whatever_the_spectru
     (param,) = parameters((4, 4))
     (grad,) = gradients((4, 4), 1)
     before = param.detach().clone()
-    train(Shampoo([param], 1.0, betas=(0.0, 1.0), eps=0.0, exponent=-0.25, scale=None), [param], [[grad]])
+    original = Shampoo([param], 1.0, betas=(0.0, 1.0), eps=0.0, exponent=-0.25, scale=None, refresh=1)
+    train(original, [param], [[grad]])
     U, _, Vh = torch.linalg.svd(grad)
     assert torch.allclose(before - param.detach(), U @ Vh, rtol=1e-8)
 
@@ -277,7 +278,8 @@ def test_a_bound_is_kept_and_the_first_step_needs_it():
     for bound in (None, 1.0):
         (param,) = parameters((32, 32))
         (before,) = copies([param])
-        train(Shampoo([param], 1.0, scale=Trace(bound=bound), damping=1e-6), [param], [gradients((32, 32), 1)])
+        optimizer = Shampoo([param], 1.0, scale=Trace(bound=bound), damping=1e-6, refresh=1)
+        train(optimizer, [param], [gradients((32, 32), 1)])
         rms = (param - before).square().mean().sqrt().item()
         assert rms > 3 if bound is None else rms <= 1 + 1e-9
 

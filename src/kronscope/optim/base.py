@@ -45,7 +45,7 @@ from kronscope.optim.parallel import Exchange, SingleProcess
 from kronscope.optim.parallel.shards import local_tensor
 from kronscope.optim.planning import is_trained
 from kronscope.optim.schedule import assign_phases
-from kronscope.optim.stacks import Member, add_missing, build_stacks, factor_dtype, initial_state
+from kronscope.optim.stacks import Member, build_stacks, factor_dtype, initial_notes
 from kronscope.optim.step import Portion, portions, take_step
 from kronscope.support.callers import callers_level
 from kronscope.support.signals import signals_held
@@ -218,7 +218,7 @@ class KroneckerOptimizer(InspectedOptimizer):
                 if layout.is_elementwise:
                     self.state[param] = elementwise_state(self._placement.held(param), factor_dtype(param))
                 else:
-                    self.state[param] = initial_state(param, self._share(param), hypers[active[param]])
+                    self.state[param] = initial_notes(self._share(param))
             newcomers = [(self.state[param], self._layouts[param], hypers[active[param]]) for param in fresh]
             assign_phases(earlier, newcomers)
         # groups with equal options share stacks, named after the first of them
@@ -239,7 +239,6 @@ class KroneckerOptimizer(InspectedOptimizer):
                 self.state[param] = placed(self.state[param], param)
                 if self._layouts[param].is_elementwise:
                     continue
-                add_missing(self.state[param], param, self._share(param), hypers[index])
                 entries.append((param, self._share(param), first[index], hypers[index]))
         self._stacks = build_stacks(entries, self.state)
 

@@ -60,7 +60,7 @@ class Blocks:
         """Return identity matrices (B, d, d) of one mode's size."""
         if self.device.type == "meta":
             return self.zeros(self.block[mode], self.block[mode])
-        return torch.eye(self.block[mode], dtype=self.dtype, device=self.device).repeat(self.count, 1, 1)
+        return self._repeated(torch.eye(self.block[mode], dtype=self.dtype, device=self.device))
 
     def root(self, mode: int, value: float) -> Tensor:
         """Return roots of one mode that are ``value`` times the identity."""
@@ -68,8 +68,13 @@ class Blocks:
             # without numbers to pack, the shape is all there is
             packed = self.packs and self._packs_root(mode)
             return self.zeros(Triangle(self.block[mode]).numel) if packed else self.identity(mode)
-        root = self.identity(mode) * value
-        return Triangle(self.block[mode]).pack(root) if self.packs and self._packs_root(mode) else root
+        root = torch.eye(self.block[mode], dtype=self.dtype, device=self.device).mul_(value)
+        if self.packs and self._packs_root(mode):
+            return self._repeated(Triangle(self.block[mode]).pack(root.unsqueeze(0))[0])
+        return self._repeated(root)
+
+    def _repeated(self, one: Tensor) -> Tensor:
+        return one.repeat(self.count, *[1] * one.ndim)
 
     def _packs_root(self, mode: int) -> bool:
         """Whether unpacking a root at every step, which moves d² numbers, is small beside the product with it."""

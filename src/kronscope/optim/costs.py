@@ -80,10 +80,10 @@ def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]
 
 
 def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
-    """Return the cost of one of the first steps, roots spread over the period that is in force then."""
+    """Return the cost of one of the first steps, roots spread over all of them."""
     if layout.is_elementwise:
         return ELEMENT_COST * numel
-    period = hyper.refresh.period_at(1)
+    period = hyper.refresh.first_steps / hyper.refresh.first_passes
     return sum(
         tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period)
         for tile in layout.tiles
@@ -132,7 +132,7 @@ def call_counts(entries: Sequence[tuple[Tensor, Layout, Hyper]]) -> list[Calls]:
             continue
         own = sum(tile.total * len(tile.modes) for tile in layout.tiles)
         modes = len(layout.tiles[0].modes)
-        periods = hyper.refresh.period, hyper.refresh.period_at(1)
+        periods = hyper.refresh.period, hyper.refresh.first_steps / hyper.refresh.first_passes
         later, first = (
             _MATRIX_CALLS
             + (_STACK_CALLS + _REFRESH_CALLS * modes * min(1.0, blocks[key] / period)) / members[key]

@@ -88,7 +88,7 @@ class Explanation:
         adamw_cost: What a step of AdamW would cost, in the unit of the rows' costs.
         call_cost: What the call of a small product costs, in the same unit: measured, where ``rate`` is.
         first_steps: Number of steps at the beginning that take roots more often.
-        first_period: Period of the roots in these steps; 1 takes every root.
+        first_passes: How often each root is taken in these steps.
         rate: Multiply-adds of a matrix product in a second, measured; None where it says nothing: with several
             processes, which divide the work.
         parallel: Who does what, keeps what and sends what; empty for one process.
@@ -102,7 +102,7 @@ class Explanation:
     adamw_cost: float = 0.0
     call_cost: float = 0.0
     first_steps: int = 1
-    first_period: int = 1
+    first_passes: float = 1.0
     rate: float | None = None
     parallel: str = ""
     as_rows: bool = False
@@ -166,8 +166,9 @@ class Explanation:
     def _first(self) -> str:
         if self.first_steps == 1:
             return "the first step, which takes every root"
-        roots = f"with each root once every {self.first_period}" if self.first_period > 1 else "which take every root"
-        return f"the first {self.first_steps} steps, {roots}"
+        each = self.first_passes == self.first_steps
+        roots = "every root" if each else f"each root {self.first_passes:.3g} times"
+        return f"the first {self.first_steps} steps, which take {roots}"
 
     def _shares(self) -> list[str]:
         if self.step_seconds is None:
@@ -303,7 +304,7 @@ def explain_plan(
         adamw_cost=sum(ELEMENT_COST * param.numel() for param, _ in trained) + call_cost * adamw_calls(len(trained)),
         call_cost=call_cost,
         first_steps=max((hyper.refresh.first_steps for _, hyper in trained), default=1),
-        first_period=min((hyper.refresh.period_at(1) for _, hyper in trained), default=1),
+        first_passes=max((hyper.refresh.first_passes for _, hyper in trained), default=1.0),
         rate=rate,
         parallel=parallel,
         as_rows=rows,

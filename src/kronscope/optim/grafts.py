@@ -18,6 +18,7 @@ from kronscope.optim.config import Graft, Hyper, Norm, Trace
 
 __all__ = [
     "adam_graft",
+    "all_true",
     "block_norms",
     "graft_direction",
     "rescaled",
@@ -104,7 +105,7 @@ def with_lengths_of(graft: Callable[[], Tensor], direction: Tensor, lengths: Ten
     usable = own > 0
     out = direction.mul_(torch.where(usable, wanted / torch.where(usable, own, torch.ones_like(own)), own))
     # a direction of length zero has nothing to stretch: the grafted update itself is the honest fallback
-    if _all_true(usable):
+    if all_true(usable):
         return out
     return torch.where(usable, out, graft() if grafted is None else grafted)
 
@@ -129,6 +130,6 @@ def block_norms(blocks: Tensor) -> Tensor:
     return norms.view(-1, *[1] * (blocks.ndim - 1))
 
 
-def _all_true(mask: Tensor) -> bool:
+def all_true(mask: Tensor) -> bool:
     """Whether all entries hold; on an accelerator the answer is 'perhaps not', which costs a pass but no sync."""
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())

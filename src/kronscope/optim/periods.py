@@ -9,6 +9,7 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kronscope.errors import OptionError
 
@@ -18,6 +19,18 @@ __all__ = ["DEFAULT_REFRESH", "Adaptive", "Budget", "Every", "Refresh", "Schedul
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+class Place(NamedTuple):
+    """Where a step is in a period, in the course of which each root is taken once.
+
+    Attributes:
+        turn: Its number in the period, from 0.
+        period: The number of steps of the period.
+    """
+
+    turn: int
+    period: int
 
 
 @dataclass(frozen=True)
@@ -53,9 +66,18 @@ class Every:
         """Number of steps at the beginning that have a period of their own: one."""
         return 1
 
+    @property
+    def first_passes(self) -> float:
+        """How often each root is taken in these: once."""
+        return 1.0
+
+    def place_at(self, step: int) -> Place:
+        """Return where a factor's ``step``, counted from 1, is in its period."""
+        return Place(0, 1) if step == 1 else Place((step - 1) % self.steps, self.steps)
+
     def period_at(self, step: int) -> int:
         """Return the period that is in force at a factor's ``step``, counted from 1."""
-        return 1 if step == 1 else self.steps
+        return self.place_at(step).period
 
 
 @dataclass(frozen=True)
@@ -64,14 +86,15 @@ class Warmup:
 
     Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much. With
     ``within=1`` every root is taken at each of the first steps, which then take several times as long as the later
-    ones. With more, the first roots too are spread over steps. Until a block has its first root, its step is the
-    graft's where ``scale`` is one, else that of a root of the identity; SOAP's is Adam's.
+    ones. With more, the first roots too are spread over steps: with 2, one side of each block has its root at the first
+    step, and the other at the second. Until a block has its first root, its step is the graft's where ``scale`` is one,
+    else that of a root of the identity; SOAP's is Adam's.
 
     Attributes:
         first: Number of steps at the beginning.
         every: The period afterwards.
         spread: As for :class:`Every`.
-        within: The period in the first steps.
+        within: The period in the first steps, or several, one after the other, of which the last one is repeated.
 
     Raises:
         OptionError: a number is not a whole number of at least 1, or ``within`` exceeds ``first``.
@@ -79,21 +102,32 @@ class Warmup:
     >>> schedule = Warmup(first=20, every=10, within=5)
     >>> schedule.period_at(20), schedule.period_at(21)
     (5, 10)
+    >>> [Warmup(10, 10, within=(2, 3, 5)).period_at(step) for step in (1, 3, 6, 11)]
+    [2, 3, 5, 10]
     """
 
     first: int = 10
     every: int = 10
     spread: bool = True
-    within: int = 1
+    within: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name in ("first", "every", "within"):
+        for name in ("first", "every"):
             _whole(f"Warmup({name})", getattr(self, name), 1)
-        if self.within > self.first:
+        if isinstance(self.within, list):
+            # as saved states have it
+            object.__setattr__(self, "within", tuple(self.within))
+        for period in self._periods or (0,):
+            _whole("Warmup(within)", period, 1)
+        if sum(self._periods) > self.first:
             raise OptionError(
                 f"Warmup(within={self.within}) is the period in the first {self.first} steps, and cannot be longer."
             )
+
+    @property
+    def _periods(self) -> tuple[int, ...]:
+        return self.within if isinstance(self.within, tuple) else (self.within,)
 
     @property
     def period(self) -> int:
@@ -102,12 +136,30 @@ class Warmup:
 
     @property
     def first_steps(self) -> int:
-        """Number of steps at the beginning that have a period of their own."""
+        """Number of steps at the beginning that have periods of their own."""
         return self.first
+
+    @property
+    def first_passes(self) -> float:
+        """How often each root is taken in these."""
+        *others, last = self._periods
+        return len(others) + (self.first - sum(others)) / last
+
+    def place_at(self, step: int) -> Place:
+        """Return where a factor's ``step``, counted from 1, is in its period."""
+        if step > self.first:
+            return Place((step - 1) % self.every, self.every)
+        *others, last = self._periods
+        begin = 1
+        for period in others:
+            if step < begin + period:
+                return Place(step - begin, period)
+            begin += period
+        return Place((step - begin) % last, last)
 
     def period_at(self, step: int) -> int:
         """Return the period that is in force at a factor's ``step``, counted from 1."""
-        return self.within if step <= self.first else self.every
+        return self.place_at(step).period
 
 
 @dataclass(frozen=True)
@@ -150,9 +202,18 @@ class Adaptive:
         """Number of steps at the beginning that take roots without looking: one."""
         return 1
 
+    @property
+    def first_passes(self) -> float:
+        """How often each root is taken in these: once."""
+        return 1.0
+
+    def place_at(self, step: int) -> Place:
+        """Return where a factor's ``step``, counted from 1, is in its period."""
+        return Place(0, 1) if step == 1 else Place((step - 1) % self.check, self.check)
+
     def period_at(self, step: int) -> int:
         """Return the period that is in force at a factor's ``step``, counted from 1."""
-        return 1 if step == 1 else self.check
+        return self.place_at(step).period
 
 
 @dataclass(frozen=True)
@@ -244,9 +305,9 @@ class Budget:
 Schedule = Every | Warmup | Adaptive
 Refresh = Schedule | Budget
 
-# From trials (benchmarks/records/frontier): three steps that take every root end where ten do. SOAP and KL-Shampoo have
-# their own.
-DEFAULT_REFRESH = Warmup(3, 10)
+# From trials (benchmarks/records/frontier): it ends where three or ten steps that take every root do, but only if each
+# block has a root at the first step. SOAP and KL-Shampoo have their own.
+DEFAULT_REFRESH = Warmup(10, 10, within=(2, 3, 5))
 
 
 def parse_refresh(value: object) -> Refresh:

@@ -7,6 +7,7 @@ factor's *phase*; phases are chosen so that all steps take about equally long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost
-from kronscope.optim.stacks import Stack, block_key
+from kronscope.optim.stacks import Stack, block_key, due_at
 
 __all__ = ["assign_phases", "due_blocks", "residuals_to_check", "stale_blocks"]
 
@@ -45,8 +46,8 @@ class _Loads:
         lanes = self._loads[phase]
         lanes[lanes.index(min(lanes))] += cost
 
-    def best(self, cost: float) -> int:
-        """Return the step that should take one more root.
+    def best(self, cost: float, parity: int | None = None) -> int:
+        """Return the step, of those that are even or odd if asked for, that should take one more root.
 
         The best steps are those that last no longer with it, because it fits into the shorter lane; of these, the one
         with the least room to spare is taken. If there is no such step, it is the one that is shortest with the root.
@@ -56,13 +57,19 @@ class _Loads:
             longest, after = max(lanes), min(lanes) + cost
             return (True, after) if after > longest else (False, longest - after)
 
-        return min(range(len(self._loads)), key=lambda phase: rank(self._loads[phase]))
+        period = len(self._loads)
+        steps = range(period) if parity is None or period == 1 else range(parity, period, 2)
+        return min(steps, key=lambda phase: rank(self._loads[phase]))
 
 
 def assign_phases(
     everyone: Iterable[tuple[Tensors, Layout, Hyper]], newcomers: Sequence[tuple[Tensors, Layout, Hyper]]
 ) -> None:
     """Choose the phase of each new factor, the most costly ones first.
+
+    Of the two sides of a block, which may share moments, one has an even phase and the other an odd one. So if the
+    first roots are spread over two steps, every block has one of them at the first step; without any, that step costs
+    more than it gains (benchmarks/records/frontier).
 
     Args:
         everyone: State, layout and options of all parameters that had a gradient before.
@@ -71,32 +78,47 @@ def assign_phases(
     staggered = [entry for entry in newcomers if entry[2].rule.is_staggered]
     earlier, sides = list(_sides(everyone)), list(_sides(staggered))
     costs: dict[int, list[float]] = {}
-    for cost, period, phases, _ in earlier + sides:
-        costs.setdefault(period, []).extend([cost] * phases.shape[0])
+    for side in earlier + sides:
+        costs.setdefault(side.period, []).extend([side.cost] * side.phases.shape[0])
     loads = {period: _Loads(period, found) for period, found in costs.items() if found}
-    for cost, period, phases, mode in earlier:
-        for phase in phases[:, mode].tolist():
-            loads[period].add(phase % period, cost)
-    # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
-    # share moments, should not
-    for cost, period, phases, mode in sorted(sides, key=lambda side: (-side[0], side[3])):
+    for side in earlier:
+        for phase in side.phases[:, side.mode].tolist():
+            loads[side.period].add(phase % side.period, side.cost)
+    # of equal costs, one mode after the other: neighbours get the same step
+    others: dict[int, Tensor] = {}
+    for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
+        phases, load = side.phases, loads[side.period]
+        # a factor that is alone counts as if its other side had an odd phase
+        other = others.get(id(phases), None if side.is_paired else torch.ones_like(phases[:, 0]))
         if phases.shape[0] > _GREEDY:
-            phases[:, mode] = torch.arange(phases.shape[0]) % period
-            continue
-        for block in range(phases.shape[0]):
-            phase = loads[period].best(cost)
-            phases[block, mode] = phase
-            loads[period].add(phase, cost)
+            phases[:, side.mode] = (torch.arange(phases.shape[0]) + (other is not None)) % side.period
+        else:
+            for block in range(phases.shape[0]):
+                phase = load.best(side.cost, None if other is None else 1 - int(other[block]) % 2)
+                phases[block, side.mode] = phase
+                load.add(phase, side.cost)
+        others[id(phases)] = phases[:, side.mode]
 
 
-def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[tuple[float, int, Tensor, int]]:
-    """Yield for each mode of each tile the cost of a root, the refresh period, the phases (B, modes), the mode."""
+class _Side(NamedTuple):
+    """One mode of a tile: what a root costs, the refresh period, the phases (B, modes), whether others have factors."""
+
+    cost: float
+    period: int
+    phases: Tensor
+    mode: int
+    is_paired: bool
+
+
+def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
+    """Yield the sides whose roots are spread over steps."""
     for state, layout, hyper in entries:
         for index, tile in enumerate(layout.tiles):
             for mode in tile.modes:
                 if hyper.refresh.spread:
                     phases = state[block_key(index, "phase")]
-                    yield refresh_cost(tile, mode, hyper), hyper.refresh.period, phases, mode
+                    cost = refresh_cost(tile, mode, hyper)
+                    yield _Side(cost, hyper.refresh.period, phases, mode, len(tile.modes) > 1)
 
 
 def due_blocks(
@@ -114,18 +136,18 @@ def due_blocks(
         anew: Whether every root is due, whatever the schedule says.
     """
     at = hyper.schedule_step(step)
-    period = hyper.refresh.period_at(at)
+    place = hyper.refresh.place_at(at)
     count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
     due: list[Tensor | None] = []
     for mode in range(len(stack.block)):
         if mode not in stack.modes or at < 1 or step < hyper.start:
             due.append(None)
-        elif anew or period == 1:
+        elif anew or place.period == 1:
             due.append(torch.arange(count))
         elif isinstance(rows, slice):
-            due.append(stack.due(mode, (at - 1) % period, period, rows))
+            due.append(stack.due(mode, place, rows))
         else:
-            index = (stack.phase[rows, mode] % period == (at - 1) % period).nonzero().flatten()
+            index = due_at(place, stack.phase[rows, mode])
             due.append(index if index.numel() else None)
     return due
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ from kronscope.optim.block_math import short_first
 from kronscope.optim.block_state import MOMENTS, Blocks, Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
+from kronscope.optim.periods import Place
 
 __all__ = [
     "Member",
     "Stack",
-    "add_missing",
     "block_key",
     "build_stacks",
+    "due_at",
     "factor_dtype",
     "in_form_for",
+    "initial_notes",
     "initial_state",
 ]
 
@@ -105,51 +108,49 @@ class Stack:
         """The type of the state."""
         return next(iter(self.tensors.values())).dtype
 
-    def due(self, mode: int, residue: int, period: int, rows: slice) -> Tensor | None:
-        """Return which blocks of ``rows``, counted from its first, have the phase ``residue`` in a mode; None for none.
-
-        Phases may be those of a longer period that was in force before.
-        """
-        key = (mode, residue, period, rows.start, rows.stop)
+    def due(self, mode: int, place: Place, rows: slice) -> Tensor | None:
+        """Return which blocks of ``rows``, counted from its first, are due in a mode; None for none."""
+        key = (mode, *place, rows.start, rows.stop)
         if key not in self._due:
-            index = (self.phase[rows, mode] % period == residue).nonzero().flatten()
+            index = due_at(place, self.phase[rows, mode])
             self._due[key] = index if index.numel() else None
         return self._due[key]
 
     def rows_of(self, index: Tensor) -> Tensor | slice:
         """Return indices of the CPU as they are best used on the blocks' device: a slice is no copy, and no waiting."""
-        if self.device.type == "cpu":
-            return index
         numbers = tuple(index.tolist())
         if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
             return slice(numbers[0], numbers[0] + len(numbers))
+        if self.device.type == "cpu":
+            return index
         if numbers not in self._rows:
             self._rows[numbers] = index.to(self.device)
         return self._rows[numbers]
 
 
+def due_at(place: Place, phases: Tensor) -> Tensor:
+    """Return the indices of the phases, which may be those of a longer period, whose turn it is."""
+    return (phases % place.period == place.turn).nonzero().flatten()
+
+
 def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:
     """Make the state of one preconditioned parameter."""
-    state: Tensors = {"step": torch.zeros((), dtype=torch.float32)}
-    dtype = factor_dtype(param)
+    state = initial_notes(layout)
     for index, tile in enumerate(layout.tiles):
-        packs = hyper.rule.packs and saves_half(param.device)
-        blocks = Blocks(tile.block, tile.modes, tile.count, dtype, param.device, packs)
-        for name, tensor in hyper.rule.new_state(blocks, hyper).items():
+        for name, tensor in _new_state(tile, param, hyper).items():
             state[block_key(index, name)] = tensor
+    _put_in_order(state, layout, hyper)
+    return state
+
+
+def initial_notes(layout: Layout) -> Tensors:
+    """Make the part of it that is no stack's: how many steps it took, and when its roots are taken and were."""
+    state: Tensors = {"step": torch.zeros((), dtype=torch.float32)}
+    for index, tile in enumerate(layout.tiles):
         # every process knows all phases, to find the emptiest step for parameters added later
         state[block_key(index, "phase")] = torch.zeros(tile.total, len(tile.block), dtype=torch.int64)
         state[block_key(index, "refreshed")] = torch.zeros(tile.count, len(tile.block), dtype=torch.int64)
     return state
-
-
-def add_missing(state: Tensors, param: Tensor, layout: Layout, hyper: Hyper) -> None:
-    """Make what an option changed during the run needs, for example a momentum buffer, in the form of the device."""
-    state.update(in_form_for(param.device, state, layout, hyper))
-    names = [block_key(index, name) for index, tile in enumerate(layout.tiles) for name in new_state_names(tile, hyper)]
-    if any(name not in state for name in names):
-        for name, tensor in initial_state(param, layout, hyper).items():
-            state.setdefault(name, tensor)
 
 
 def in_form_for(device: torch.device, state: Tensors, layout: Layout, hyper: Hyper) -> Tensors:
@@ -159,50 +160,82 @@ def in_form_for(device: torch.device, state: Tensors, layout: Layout, hyper: Hyp
     """
     found = dict(state)
     for index, tile in enumerate(layout.tiles):
-        for name, like in _new_state(tile, hyper, packs=saves_half(device)).items():
+        for name, ndim in _new_tensors(tile.block, tile.modes, hyper, packs=saves_half(device)):
             key = block_key(index, name)
-            if name.startswith(("factor", "root")) and key in state and state[key].ndim != like.ndim:
+            if name.startswith(("factor", "root")) and key in state and state[key].ndim != ndim:
                 stored = state[key]
                 found[key] = unpack(stored) if stored.ndim == 2 else Triangle(stored.shape[-1]).pack(stored)
     return found
 
 
 def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: dict[Tensor, Tensors]) -> list[Stack]:
-    """Put the state of all parameters into stacks and leave views of them in ``state``.
+    """Put the state of all parameters into stacks and leave views of them in ``state``; what is missing is made.
+
+    A parameter may have no more than :func:`initial_notes`, or lack what an option changed during the run needs, for
+    example a momentum buffer.
 
     Args:
         entries: Parameter, layout, the first group with its options, and the options.
         state: Each parameter's state; its tensors are replaced by views.
     """
     stacks: dict[tuple[Any, ...], Stack] = {}
+    hypers: dict[int, Hyper] = {}
     for param, layout, group, hyper in entries:
+        hypers[group] = hyper
+        state[param].update(in_form_for(param.device, state[param], layout, hyper))
         for index, tile in enumerate(layout.tiles):
             if tile.count == 0:
+                for name, tensor in _new_state(tile, param, hyper).items():
+                    state[param].setdefault(block_key(index, name), tensor)
                 continue
-            names = tuple(new_state_names(tile, hyper))
+            names = tuple(name for name, _ in _new_tensors(tile.block, tile.modes, hyper, packs=True))
             key = (tile.block, tile.modes, group, factor_dtype(param), param.device, names)
             stack = stacks.setdefault(key, Stack(tile.block, tile.modes, group))
             stack.members.append(Member(param, layout, index, group, stack.count))
-    for key, stack in stacks.items():
-        for name in key[-1]:
-            stack.tensors[name] = _joined(stack, name, state)
+    for (*_, names), stack in stacks.items():
+        new: Tensors = {}
+        if any(block_key(m.tile_index, name) not in state[m.param] for m in stack.members for name in names):
+            new = _new_state(stack.members[0].tile, stack.members[0].param, hypers[stack.group], stack.count)
+        for name in names:
+            stack.tensors[name] = _joined(stack, name, state, new.get(name))
         stack.refreshed = _joined(stack, "refreshed", state)
         stack.phase = torch.cat(
             [_own(member.tile, state[member.param][block_key(member.tile_index, "phase")]) for member in stack.members]
         )
+    for param, layout, _, hyper in entries:
+        _put_in_order(state[param], layout, hyper)
     return list(stacks.values())
 
 
-def new_state_names(tile: Tile, hyper: Hyper) -> list[str]:
-    """Return the names of the tensors a tile has."""
-    return list(_new_state(tile, hyper, packs=True))
+def _put_in_order(state: Tensors, layout: Layout, hyper: Hyper) -> None:
+    """Sort a parameter's tensors as :func:`initial_state` has them: processes that save together ask for each in turn.
+
+    Without it, one that has no block of a tile would have another order.
+    """
+    wanted = ["step"]
+    for index, tile in enumerate(layout.tiles):
+        names = [name for name, _ in _new_tensors(tile.block, tile.modes, hyper, packs=True)]
+        wanted += [block_key(index, name) for name in (*names, "phase", "refreshed")]
+    found = {key: state[key] for key in wanted if key in state} | state
+    state.clear()
+    state.update(found)
 
 
-def _new_state(tile: Tile, hyper: Hyper, *, packs: bool) -> Tensors:
-    """Return tensors without data, and without blocks, as a tile's state has them."""
-    packs = packs and hyper.rule.packs
-    blocks = Blocks(tile.block, tile.modes, 0, torch.float32, torch.device("meta"), packs)
+def _new_state(tile: Tile, param: Tensor, hyper: Hyper, count: int | None = None) -> Tensors:
+    """Make the state of a tile's blocks, or of as many blocks like them."""
+    packs = hyper.rule.packs and saves_half(param.device)
+    number = tile.count if count is None else count
+    blocks = Blocks(tile.block, tile.modes, number, factor_dtype(param), param.device, packs)
     return hyper.rule.new_state(blocks, hyper)
+
+
+@lru_cache(maxsize=1024)
+def _new_tensors(
+    block: tuple[int, ...], modes: tuple[int, ...], hyper: Hyper, *, packs: bool
+) -> tuple[tuple[str, int], ...]:
+    """Return the names of the tensors that a tile has, and their numbers of dimensions."""
+    blocks = Blocks(block, modes, 0, torch.float32, torch.device("meta"), packs and hyper.rule.packs)
+    return tuple((name, tensor.ndim) for name, tensor in hyper.rule.new_state(blocks, hyper).items())
 
 
 def _own(tile: Tile, rows: Tensor) -> Tensor:
@@ -210,12 +243,26 @@ def _own(tile: Tile, rows: Tensor) -> Tensor:
     return rows if tile.owned is None else rows[slice(*tile.owned)]
 
 
-def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors]) -> Tensor:
-    """Copy one tensor of all members into a stack, and leave views of the stack in their places."""
-    pieces = [state[member.param][block_key(member.tile_index, name)] for member in stack.members]
-    whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).contiguous()
+def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors], new: Tensor | None = None) -> Tensor:
+    """Copy one tensor of all members into a stack, and leave views of the stack in their places.
+
+    Args:
+        stack: The stack.
+        name: The tensor's name.
+        state: Each parameter's state.
+        new: The tensor as it is for blocks that have had no gradient; taken for members that have none.
+    """
+    keys = [(state[member.param], block_key(member.tile_index, name)) for member in stack.members]
+    if new is not None and not any(key in own for own, key in keys):
+        whole = new
+    else:
+        pieces = [
+            new[member.start : member.stop] if new is not None and key not in own else own[key]
+            for member, (own, key) in zip(stack.members, keys, strict=True)
+        ]
+        whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).contiguous()
     if name in MOMENTS:
         whole = short_first(whole)
-    for member in stack.members:
-        state[member.param][block_key(member.tile_index, name)] = whole[member.start : member.stop]
+    for member, (own, key) in zip(stack.members, keys, strict=True):
+        own[key] = whole[member.start : member.stop]
     return whole

@@ -37,6 +37,7 @@ from kronscope.optim.config import Adaptive, Graft, Hyper, Norm, Trace
 from kronscope.optim.costs import ROOT_COST
 from kronscope.optim.grafts import (
     adam_graft,
+    all_true,
     block_norms,
     graft_direction,
     rescaled,
@@ -182,7 +183,8 @@ class RootRule(Rule):
             update = with_lengths_of(graft, update, moments.lengths)
             if hyper.waits_for_roots(step):
                 seen = (state["spectrum"][:, list(modes), 0] > 0).any(1)
-                update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, graft())
+                if not all_true(seen):
+                    update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, graft())
         elif not grafted:
             weights = self._weights(state, mean, modes, hyper, step)
             if weights is not None:

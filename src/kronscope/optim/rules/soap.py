@@ -81,17 +81,13 @@ class SoapRule(EigenbasisRule):
 
     def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper) -> None:
         """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
-        # a slice is no copy
-        rows = index
-        if isinstance(index, Tensor) and index.device.type == "cpu" and index.numel() == 1:
-            rows = slice(int(index), int(index) + 1)
-        turn = found.mT @ state[f"basis{mode}"][rows]
-        state["exp_avg_sq"][rows] = batched_times(turn.square(), state["exp_avg_sq"][rows], mode)
+        turn = found.mT @ state[f"basis{mode}"][index]
+        state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
         if hyper.beta1 > 0:
-            state["exp_avg"][rows] = batched_times(turn, state["exp_avg"][rows], mode)
-        state[f"basis{mode}"][rows] = found
-        second, factors = state["exp_avg_sq"][rows], unpack(state[f"factor{mode}"][rows])
-        state["exp_avg_sq"][rows] = with_sums(second, (found * (factors @ found)).sum(-2), mode)
+            state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
+        state[f"basis{mode}"][index] = found
+        second, factors = state["exp_avg_sq"][index], unpack(state[f"factor{mode}"][index])
+        state["exp_avg_sq"][index] = with_sums(second, (found * (factors @ found)).sum(-2), mode)
 
     def reference(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
