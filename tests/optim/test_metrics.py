@@ -120,7 +120,7 @@ class Failing(Eigh):
 
 def test_roots_that_the_solver_fails_to_take_are_counted() -> None:
     params = parameters(*SHAPES)
-    optimizer = Shampoo(params, 0.1, solver=Failing())
+    optimizer = Shampoo(params, 0.1, solver=Failing(), refresh=1)
     with pytest.warns(RuntimeWarning, match="second attempt"):
         train(optimizer, params, history(1))
     assert (optimizer.metrics()["roots"], optimizer.metrics()["fallbacks"]) == (6, 5)
