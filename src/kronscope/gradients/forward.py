@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kronscope.errors import ModelError
 from kronscope.gradients.data import Batch
+from kronscope.support.default_device import users_default
 
 __all__ = ["Forward", "ForwardFunction", "common_device"]
 
@@ -33,14 +34,8 @@ class Forward(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         """Call the model and unwrap its logits."""
-        if self._function is not None:
-            output = self._function(self.model, inputs)
-        elif isinstance(inputs, Mapping):
-            output = self.model(**inputs)
-        elif isinstance(inputs, (tuple, list)):
-            output = self.model(*inputs)
-        else:
-            output = self.model(inputs)
+        with users_default():
+            output = self._output(inputs)
         logits = output
         if isinstance(output, Mapping):
             logits = output.get("logits")
@@ -52,6 +47,15 @@ class Forward(nn.Module):
                 "pass forward=lambda model, inputs: ... that returns them as a tensor."
             )
         return logits
+
+    def _output(self, inputs: Any) -> Any:
+        if self._function is not None:
+            return self._function(self.model, inputs)
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return self.model(*inputs)
+        return self.model(inputs)
 
     def outputs(self, batch: Batch) -> Tensor:
         """Call the model on a batch and check that the first dimension of the output is the samples."""

@@ -23,6 +23,7 @@ from kronscope.measures.progress import Bar
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row, variants
 from kronscope.support.checks import count
+from kronscope.support.default_device import host_by_default
 
 __all__ = ["measure_history"]
 
@@ -95,7 +96,7 @@ def measure_history(
     rows: list[Row] = []
     curves: list[Detail] = []
     partial = False
-    with Bar(progress and processes.rank == 0) as bar, exact_products():
+    with Bar(progress and processes.rank == 0) as bar, exact_products(), host_by_default():
         bar.begin("Adagrad's matrix", len(names) * len(steps))
         try:
             for name in names:

@@ -40,6 +40,7 @@ from kronscope.measures.results import Results
 from kronscope.measures.rows import Detail, Row
 from kronscope.measures.whole import ALL_LAYERS, WHOLE_MODEL, WholeModel, check_disjoint
 from kronscope.support.callers import callers_level
+from kronscope.support.default_device import host_by_default
 from kronscope.support.processes import Processes
 from kronscope.support.texts import printable
 
@@ -120,7 +121,13 @@ def _recording(
     states = RandomStates(generators_of(data))
     try:
         shown = progress and processes.rank == 0
-        with Bar(shown) as bar, exact_products(), limited_workspace(budget // 16), same_model(processes, model, asked):
+        with (
+            Bar(shown) as bar,
+            exact_products(),
+            host_by_default(),
+            limited_workspace(budget // 16),
+            same_model(processes, model, asked),
+        ):
             was_training = any(module.training for module in model.modules())
             with processes.failing_together():
                 specs = measurement.leave_out(specs)

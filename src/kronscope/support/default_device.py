@@ -1,0 +1,39 @@
+"""Our own tensors are made on the host, whatever ``torch.set_default_device`` says; a user's model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+__all__ = ["host_by_default", "users_default"]
+
+_outside: ContextVar[torch.device | None] = ContextVar("_outside", default=None)
+
+
+@contextmanager
+def host_by_default() -> Iterator[None]:
+    """Make new tensors on the CPU unless they are told where."""
+    default = torch.get_default_device()
+    if default.type == "cpu":
+        yield
+        return
+    token = _outside.set(default)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _outside.reset(token)
+
+
+@contextmanager
+def users_default() -> Iterator[None]:
+    """Inside of :func:`host_by_default`, go back to the default device of before."""
+    default = _outside.get()
+    if default is None:
+        yield
+        return
+    with torch.device(default):
+        yield
