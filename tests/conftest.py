@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,9 @@ from tests.report.chromium import NAMES, Browser, browser, find_browser
 
 # Tests are many small products, which two threads only slow down; and they run in several processes anyway.
 torch.set_num_threads(1)
+# Shells start what runs in the background with Ctrl-C ignored; tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a red build is then always reproducible, and no database is left behind.
 hypothesis.settings.register_profile(

@@ -67,9 +67,9 @@ def assign_phases(
 ) -> None:
     """Choose the phase of each new factor, the most costly ones first.
 
-    Of the two sides of a block, which may share moments, one has an even phase and the other an odd one. So if the
-    first roots are spread over two steps, every block has one of them at the first step; without any, that step costs
-    more than it gains (benchmarks/records/frontier).
+    If the first roots are spread over two steps, one of the two sides of a block has an even phase and the other an odd
+    one, so that every block has a root at the first step; without any, that step costs more than it gains
+    (benchmarks/records/frontier).
 
     Args:
         everyone: State, layout and options of all parameters that had a gradient before.
@@ -84,12 +84,15 @@ def assign_phases(
     for side in earlier:
         for phase in side.phases[:, side.mode].tolist():
             loads[side.period].add(phase % side.period, side.cost)
-    # of equal costs, one mode after the other: neighbours get the same step
+    # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
+    # share moments, should not
     others: dict[int, Tensor] = {}
     for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
         phases, load = side.phases, loads[side.period]
-        # a factor that is alone counts as if its other side had an odd phase
-        other = others.get(id(phases), None if side.is_paired else torch.ones_like(phases[:, 0]))
+        other = None
+        if side.alternates:
+            # a factor that is alone counts as if its other side had an odd phase
+            other = others.get(id(phases), None if side.is_paired else torch.ones_like(phases[:, 0]))
         if phases.shape[0] > _GREEDY:
             phases[:, side.mode] = (torch.arange(phases.shape[0]) + (other is not None)) % side.period
         else:
@@ -101,13 +104,23 @@ def assign_phases(
 
 
 class _Side(NamedTuple):
-    """One mode of a tile: what a root costs, the refresh period, the phases (B, modes), whether others have factors."""
+    """One mode of a tile.
+
+    Attributes:
+        cost: What a root costs.
+        period: The refresh period.
+        phases: Phases (B, modes).
+        mode: The mode.
+        is_paired: Whether other modes have factors too.
+        alternates: Whether the first roots are spread over two steps.
+    """
 
     cost: float
     period: int
     phases: Tensor
     mode: int
     is_paired: bool
+    alternates: bool
 
 
 def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
@@ -117,8 +130,8 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
             for mode in tile.modes:
                 if hyper.refresh.spread:
                     phases = state[block_key(index, "phase")]
-                    cost = refresh_cost(tile, mode, hyper)
-                    yield _Side(cost, hyper.refresh.period, phases, mode, len(tile.modes) > 1)
+                    cost, alternates = refresh_cost(tile, mode, hyper), hyper.refresh.place_at(1).period == 2
+                    yield _Side(cost, hyper.refresh.period, phases, mode, len(tile.modes) > 1, alternates)
 
 
 def due_blocks(
