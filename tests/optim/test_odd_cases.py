@@ -74,6 +74,9 @@ def test_the_plan_of_many_different_shapes_is_explained_quickly() -> None:
     """It was three milliseconds for each: torch.eye without numbers is slow."""
     params = [(f"layers.{i}.weight", nn.Parameter(torch.empty(2 + i % 20, 2 + i // 20))) for i in range(300)]
     optimizer = ks.Shampoo(params, 1e-3)
-    began = time.process_time()
-    optimizer.explain()
-    assert time.process_time() - began < 0.5
+    took = []
+    for _ in range(3):  # one of them may meet a collection of garbage
+        began = time.process_time()
+        optimizer.explain()
+        took.append(time.process_time() - began)
+    assert min(took) < 0.5
