@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optim_training
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -73,24 +74,15 @@ class Block(nn.Module):
         return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))  # type: ignore[no-any-return]
 
 
-class CharGPT(nn.Module):
-    """A character language model."""
+class CharGPT(optim_training.CharGPT):
+    """The character language model of the training trials, with these blocks."""
 
-    def __init__(self, vocabulary: int, width: int = 128, layers: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.tok_emb, self.pos_emb = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        nn.init.normal_(self.tok_emb.weight, std=0.02)
-        nn.init.normal_(self.pos_emb.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary, layers=4, context=CONTEXT, block=Block)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) to logits (batch, vocabulary, time)."""
-        x = self.tok_emb(tokens) + self.pos_emb.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.norm(x)).transpose(1, 2)  # type: ignore[no-any-return]
+        return super().forward(tokens).unflatten(0, tokens.shape).transpose(1, 2)
 
 
 class Text:

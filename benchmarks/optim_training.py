@@ -78,12 +78,20 @@ class Block(nn.Module):
 class CharGPT(nn.Module):
     """A character language model."""
 
-    def __init__(self, vocabulary: int, width: int = 128, layers: int = 2, heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        context: int = 64,
+        block: Callable[[int, int], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.tok_emb, self.pos_emb = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         nn.init.normal_(self.tok_emb.weight, std=0.02)
         nn.init.normal_(self.pos_emb.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 

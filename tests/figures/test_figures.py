@@ -182,6 +182,19 @@ def test_figure_2_shows_the_ratio_above_its_curves_and_the_spectrum_beside() -> 
     assert {"σᵢ / σ₁", "σ₁ / ‖σ‖ (optimal)"} < set(legend(figure))
 
 
+def test_figure_2_says_that_a_spectrum_is_a_single_value() -> None:
+    results = synthetic.training_run().select(truth="gauss_newton")
+    short = ("sigma", "alpha_left", "alpha_right")
+    details = [
+        dataclasses.replace(item, values={**item.values, **{name: item.series(name)[:1] for name in short}})
+        for item in results.details
+        if item.kind == "spectrum"
+    ]
+    _, bars = shown(figures.figure2({"CIFAR": Results(list(results), details)}))
+    assert not bars.patches
+    assert [text.get_text() for text in bars.texts] == ["the first singular\nvalue only"]
+
+
 def test_figure_3_has_a_row_for_each_batch_size_on_real_labels() -> None:
     given = columns()
     panels = shown(figures.figure3(given))

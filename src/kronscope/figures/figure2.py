@@ -110,6 +110,9 @@ def _draw_bars(axes: Axes, spectrum: Detail | None, leading: int) -> None:
     if spectrum is None or not spectrum.series("sigma"):
         canvas.blank(axes)
         return
+    if len(spectrum.series("sigma")) == 1:  # which is one beside itself
+        canvas.blank(axes, "the first singular\nvalue only")
+        return
     canvas.tidy(axes)
     axes.set_title(f"spectrum at step {spectrum.step:,}", fontsize=8.5, color=canvas.INK)
     for name, look in BARS.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,8 +34,35 @@ class Place(NamedTuple):
     period: int
 
 
+class _Steady(ABC):
+    """A schedule of one period: all roots at the first step, then each once in a period."""
+
+    @property
+    @abstractmethod
+    def period(self) -> int:
+        """Number of steps over which the work is spread."""
+
+    @property
+    def first_steps(self) -> int:
+        """Number of steps at the beginning that have a period of their own: one."""
+        return 1
+
+    @property
+    def first_passes(self) -> float:
+        """How often each root is taken in these: once."""
+        return 1.0
+
+    def place_at(self, step: int) -> Place:
+        """Return where a factor's ``step``, counted from 1, is in its period."""
+        return Place(0, 1) if step == 1 else Place((step - 1) % self.period, self.period)
+
+    def period_at(self, step: int) -> int:
+        """Return the period that is in force at a factor's ``step``, counted from 1."""
+        return self.place_at(step).period
+
+
 @dataclass(frozen=True)
-class Every:
+class Every(_Steady):
     """Take each root once every ``steps`` steps; at the first step, all of them.
 
     Attributes:
@@ -60,24 +88,6 @@ class Every:
     def period(self) -> int:
         """Number of steps over which the work is spread."""
         return self.steps
-
-    @property
-    def first_steps(self) -> int:
-        """Number of steps at the beginning that have a period of their own: one."""
-        return 1
-
-    @property
-    def first_passes(self) -> float:
-        """How often each root is taken in these: once."""
-        return 1.0
-
-    def place_at(self, step: int) -> Place:
-        """Return where a factor's ``step``, counted from 1, is in its period."""
-        return Place(0, 1) if step == 1 else Place((step - 1) % self.steps, self.steps)
-
-    def period_at(self, step: int) -> int:
-        """Return the period that is in force at a factor's ``step``, counted from 1."""
-        return self.place_at(step).period
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ class Warmup:
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(_Steady):
     """Take a root anew when it no longer fits its factor.
 
     Every ``check`` steps the residual of each root is computed, the one that ``optimizer.diagnostics()`` shows, and the
@@ -196,24 +206,6 @@ class Adaptive:
     def period(self) -> int:
         """Number of steps over which the looks are spread."""
         return self.check
-
-    @property
-    def first_steps(self) -> int:
-        """Number of steps at the beginning that take roots without looking: one."""
-        return 1
-
-    @property
-    def first_passes(self) -> float:
-        """How often each root is taken in these: once."""
-        return 1.0
-
-    def place_at(self, step: int) -> Place:
-        """Return where a factor's ``step``, counted from 1, is in its period."""
-        return Place(0, 1) if step == 1 else Place((step - 1) % self.check, self.check)
-
-    def period_at(self, step: int) -> int:
-        """Return the period that is in force at a factor's ``step``, counted from 1."""
-        return self.place_at(step).period
 
 
 @dataclass(frozen=True)
