@@ -5,7 +5,10 @@
 
 Each part adds its counts to the record. Run it with OMP_NUM_THREADS=1; seconds are CPU time.
 
-- *soak*: a network of 8-16-4 units, so many steps; the resident memory and the time of a step, by tenths of the run.
+- *soak*: a network of 8-16-4 units, so many steps; resident memory and the CPU time of a step, by tenths of the run.
+  Beside the optimizer's step the model's forward and backward pass is timed, which does the same work in every tenth:
+  if it takes longer, the machine is slower. A tenth counts by the median of its twenty parts, which a burst of other
+  work does not move.
 - *fuzz*: so many random cases: shapes of no to five dimensions, empty, 1 × n, n × 1 and long ones, four dtypes, groups,
   missing, zero, huge, sparse and non-finite gradients, states through a file into another optimizer. Counted: NaN,
   parameters that stay though their gradient is not small, states that go on differently, errors.
@@ -32,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,6 +67,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "SOAP, decomposing": lambda p: ks.SOAP(p, 0.01, solver=ks.optim.Eigh(), refresh=2),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PARTS = 20  # of a tenth of a long run
 EVENTS = ("grad", "grad", "grad", "missing", "zero", "nan", "inf", "save", "sparse", "frozen")
 
 
@@ -85,25 +90,37 @@ def soak(steps: int, families: Sequence[str]) -> dict[str, Any]:
         optimizer = kind(model, 1e-3, weight_decay=0.01)
         x, y = torch.randn(256, 8), torch.randint(0, 4, (256,))
         loss_of = nn.CrossEntropyLoss()
-        memory, times = [], []
+        memory, models, times = [], [], []
+        length = max(1, steps // (10 * PARTS))
         for _ in range(10):
-            began = time.process_time()
-            for step in range(steps // 10):
-                rows = slice(32 * (step % 8), 32 * (step % 8) + 32)
-                optimizer.zero_grad()
-                loss = loss_of(model(x[rows]), y[rows])
-                loss.backward()
-                optimizer.step()
-            times.append(round(1e3 * (time.process_time() - began) / (steps // 10), 4))
+            parts = []
+            for _ in range(PARTS):
+                passes = own = 0.0
+                for step in range(length):
+                    rows = slice(32 * (step % 8), 32 * (step % 8) + 32)
+                    began = time.process_time()
+                    optimizer.zero_grad()
+                    loss = loss_of(model(x[rows]), y[rows])
+                    loss.backward()
+                    middle = time.process_time()
+                    optimizer.step()
+                    passes += middle - began
+                    own += time.process_time() - middle
+                parts.append((1e3 * passes / length, 1e3 * own / length))
+            models.append(round(median(part[0] for part in parts), 4))
+            times.append(round(median(part[1] for part in parts), 4))
             memory.append(round(resident(), 2))
         metrics = optimizer.metrics()
+        slower, slower_model = (sum(row[5:]) / sum(row[:5]) for row in (times, models))
         found[name] = {
             "steps": int(metrics["step"]),
             "resident_mib": memory,
             "milliseconds": times,
+            "model_milliseconds": models,
             "last_loss": round(float(loss.detach()), 5),
             "growth_after_first_tenth": round(memory[-1] / memory[0] - 1, 5),
-            "later_half_over_earlier": round(sum(times[5:]) / sum(times[:5]), 3),
+            "later_half_over_earlier": round(slower, 3),
+            "later_half_over_earlier_of_the_model": round(slower_model, 3),
             "lost_roots": metrics["lost_roots"],
         }
         print(name, found[name], flush=True)
