@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import kronscope as ks
+from kronscope.gradients import GradientStream
 from kronscope.kron.workspace import limited_workspace, work_bytes
 from kronscope.measures.budget import container_limit, layer_bytes, parse_budget, spare_bytes, sweeps
 
@@ -94,3 +96,18 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
     few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), max_columns=columns)
     for row, other in zip(much, few, strict=True):
         assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if columns else 1e-10)
+
+
+@pytest.mark.parametrize("max_columns", [None, 8], ids=["exact", "estimated"])
+def test_a_layer_that_was_measured_takes_no_memory_any_more(max_columns: int | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 40))
+    data = [(torch.randn(9, 6), torch.randint(40, (9,)))]
+    gc.collect()
+    gc.disable()  # large tensors do not make it run
+    try:
+        ks.measure(model, nn.CrossEntropyLoss(), data, max_columns=max_columns, progress=False)
+        left = [item for item in gc.get_objects() if type(item) is GradientStream]
+    finally:
+        gc.enable()
+    assert not left

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kronscope.curvature import SecondMoment
-from kronscope.curvature.nearby import nearby
+from kronscope.curvature.nearby import Refined, nearby
 from kronscope.curvature.second_moment import out_of_range
 from kronscope.errors import ConvergenceError, DataError
 from kronscope.kron.workspace import work_bytes
@@ -171,7 +171,7 @@ def _in_matrix_space(
     def frobenius(one: Block, two: Block) -> Tensor:
         return one @ two.T
 
-    def problem_of(matrix: SecondMoment) -> _Problem:
+    def problem_of(matrix: SecondMoment | Refined) -> _Problem:
         return _Problem(mapped(matrix.left, n), mapped(matrix.right, m), frobenius, frobenius)
 
     problem = problem_of(moment)
@@ -187,7 +187,11 @@ def _in_matrix_space(
     close = nearby(moment) if rank == 1 else None
     answer = None
     if close is not None:
-        answer = _by_corrections(problem, problem_of(close), first.flatten(1), tolerance, max_rounds, scale, most)
+        # what refined contractions leave out is nothing beside the tolerance, with the least that the value can be
+        small = 0.1 * tolerance * scale / math.sqrt(n)
+        exact = problem_of(close.refined) if close.refined and close.refined.left_out <= small else problem
+        start_block = first.flatten(1)
+        answer = _by_corrections(exact, problem_of(close.matrix), start_block, tolerance, max_rounds, scale, most)
     if answer is None:
         found, rounds = _golub_kahan(problem, first.flatten(1), rank, tolerance, max_rounds, scale, most)
         if not len(found):

@@ -69,11 +69,13 @@ def _dense_pairs(first: DenseAtoms, second: DenseAtoms) -> Tensor:
     if one.shape[0] * two.numel() < _SMALL_TILE or common == torch.float64:
         return _block_sums((one.double() @ two.double().T).square_(), c, d)
     # in large tiles float32 gradients are multiplied in float32, at twice the speed: an entry's rounding is 1e-7 of its
-    # samples' norms, and squares are summed in float64. The squares are of the fourth degree, so that gradients of
-    # 1e-10 would leave float32's range if they were not scaled first.
-    scales = [float(part.abs().max().clamp_min(torch.finfo(common).tiny)) for part in (one, two)]
-    products = (one / scales[0]) @ (two / scales[1]).T
-    return _block_sums(products.square_(), c, d) * (scales[0] * scales[1]) ** 2
+    # samples' norms, and squares are taken and summed in float64. Gradients are copied only where they must be scaled
+    # for their products to stay in float32's range.
+    if not (safe_in_float32(first) and safe_in_float32(second)):
+        scales = [float(part.abs().max().clamp_min(torch.finfo(common).tiny)) for part in (one, two)]
+        products = (one / scales[0]) @ (two / scales[1]).T
+        return _block_sums(products.double().square_(), c, d) * (scales[0] * scales[1]) ** 2
+    return _block_sums((one @ two.T).double().square_(), c, d)
 
 
 def _shared_pairs(first: FactoredAtoms, second: FactoredAtoms) -> Tensor:
@@ -125,5 +127,6 @@ def safe_in_float32(atoms: Atoms) -> bool:
     parts = (atoms.grads,) if isinstance(atoms, DenseAtoms) else (atoms.row_factors, atoms.col_factors)
     if parts[0].dtype != torch.float32:
         return False
-    sizes = [float(part.abs().amax()) for part in parts if part.numel()]
+    # the extremes in one pass, without a copy of the sizes
+    sizes = [max(abs(float(end)) for end in part.aminmax()) for part in parts if part.numel()]
     return all(1e-12 < size < 1e12 for size in sizes)

@@ -265,16 +265,20 @@ class GradientHistory:
         count = len(own)
         size = max(1, _CHUNK_BYTES // (4 * shape[0] * shape[1]))
 
+        read = self._store.shared if isinstance(self._store, MemoryStore) else self._store.read
+        checked: set[int] = set()
+
         def chunks() -> Iterator[DenseAtoms]:
             for at in range(0, count, size):
                 stop = min(at + size, count)
-                grads = self._store.read(index, at, stop)
-                if not bool(torch.isfinite(grads).all()):
+                grads = read(index, at, stop)
+                if at not in checked and not bool(torch.isfinite(grads).all()):
                     bad = (~torch.isfinite(grads).flatten(1).all(1)).nonzero().flatten()
                     raise NonFiniteError(
                         f"the gradient of {layer!r} at step {own[at + int(bad[0])]} contains NaN or infinity; "
                         "measure earlier steps, or train with gradients that are finite."
                     )
+                checked.add(at)
                 yield DenseAtoms(grads.unsqueeze(1), weights[numbers[at:stop]], numbers[at:stop])
 
         cheap = isinstance(self._store, MemoryStore) or self._store.dtypes[index] != torch.float16

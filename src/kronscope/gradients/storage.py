@@ -95,6 +95,8 @@ class MemoryStore:
         self.shapes, self.dtypes, self.every, self.space = list(shapes), list(dtypes), every, space
         self.steps: list[int] = []
         self._records: list[list[tuple[float, Tensor]]] = [[] for _ in shapes]
+        # Records that lie in one tensor, by the layer and the first of them.
+        self._joined: dict[tuple[int, int], Tensor] = {}
 
     def append(self, step: int, grads: Sequence[Tensor]) -> None:
         """Add one record per layer."""
@@ -110,8 +112,23 @@ class MemoryStore:
         wide = torch.float32 if self.dtypes[layer] == torch.float16 else self.dtypes[layer]
         return torch.stack([values.to(wide) * scale if scale != 1.0 else values.to(wide) for scale, values in chosen])
 
+    def shared(self, layer: int, start: int, stop: int) -> Tensor:
+        """Return records (k, m, n) of a layer for readers that leave them as they are.
+
+        They are moved into one tensor when they are first asked for, so that later readers need no copy.
+        """
+        known = self._joined.get((layer, start))
+        if known is not None and len(known) == stop - start:
+            return known
+        records = self.read(layer, start, stop)
+        if self.dtypes[layer] != torch.float16:
+            self._records[layer][start:stop] = [(1.0, record) for record in records]
+            self._joined[layer, start] = records
+        return records
+
     def rewrite(self, keep: Sequence[int], dtypes: Sequence[torch.dtype], every: int) -> None:
         """Keep only the records with these numbers, in these types."""
+        self._joined.clear()
         for layer, dtype in enumerate(dtypes):
             records = [self._records[layer][index] for index in keep]
             if dtype != self.dtypes[layer]:
@@ -122,6 +139,7 @@ class MemoryStore:
 
     def keep_first(self, count: int) -> None:
         """Drop all records but the first ``count``."""
+        self._joined.clear()
         self._records = [records[:count] for records in self._records]
         self.steps = self.steps[:count]
 

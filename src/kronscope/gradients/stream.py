@@ -246,6 +246,10 @@ class GradientStream:
 
         return self.summed(scattered, shape)
 
+    def forget(self) -> None:
+        """Let go of all that was computed from the stream, which may hold on to the stream itself."""
+        self.memo.clear()
+
     def weights(self) -> Tensor:
         """Return the weights (N,) of all samples in the order of their numbers, on the CPU."""
         if "weights" not in self.memo:

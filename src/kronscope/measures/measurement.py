@@ -342,7 +342,10 @@ class Measurement:
                 stream.keep_bytes = spare // (2 * max(2, len(wanted)))
             bar.begin("measuring", len(names) * sum(record.units + len(self.options.operators) for record in self.fits))
             for name in names:
-                self._measure_layer(name, {each: streams.pop(name) for each, streams in captured.items()}, bar)
+                own = {each: streams.pop(name) for each, streams in captured.items()}
+                self._measure_layer(name, own, bar)
+                for stream in own.values():
+                    stream.forget()
                 if truth.mixed and self.choice.enough(truth, self._worst(name), self.options.accuracy) != truth:
                     again.append(name)
         return again
