@@ -159,6 +159,13 @@ def test_pair_sums_split_the_squared_norm_by_groups(stream: GradientStream, seed
     assert math.isclose(float(SecondMoment(stream).pair_sums()), float(expected.sum()), rel_tol=1e-11)
 
 
+def test_the_norm_of_a_small_layer_is_not_made_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = GradientStream.from_tensors(normal(0, 50, 3, 4))
+    expected = float(SecondMoment(stream).pair_sums())
+    monkeypatch.setattr(SecondMoment, "pair_sums", None)
+    assert math.isclose(SecondMoment(stream).norm_squared(), expected, rel_tol=1e-12)
+
+
 @given(streams(max_dim=4))
 def test_own_sums_are_the_pairs_of_a_sample_with_itself(stream: GradientStream) -> None:
     weights = weights_of(stream)

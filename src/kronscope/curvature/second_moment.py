@@ -41,6 +41,7 @@ from kronscope.kron import (
     mode_gram,
     positions_gram,
 )
+from kronscope.kron.workspace import work_bytes
 
 __all__ = ["SecondMoment"]
 
@@ -49,6 +50,8 @@ _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
 # Squared norms below this have lost digits.
 _TINY = 1e-290
+# The whole matrix of a small layer may take so much while its norm is computed.
+_SMALL_BYTES = 32 << 20
 
 _T = TypeVar("_T")
 
@@ -117,6 +120,8 @@ class SecondMoment:
             if kernels is not None:
                 rows, cols, weights = kernels
                 return float(weights @ (rows * cols) @ weights)
+            if self._has_few_entries():
+                return float(self.to_dense().square().sum())
             return float(self.pair_sums().sum())
 
         def checked() -> float:
@@ -456,6 +461,11 @@ class SecondMoment:
         if plan.contraction == "factored":
             return plan.costs[2] / CONTRACTIONS
         return float(self.stream.num_samples * self.stream.columns * m * n * (m + n))
+
+    def _has_few_entries(self) -> bool:
+        """Whether the matrix has fewer rows than there are gradients, so that it costs less than all their pairs."""
+        size = self.shape[0] * self.shape[1]
+        return size < self.stream.num_samples * self.stream.columns and 8 * size**2 <= work_bytes(_SMALL_BYTES)
 
     def _first_sizes(self) -> tuple[int, int]:
         """Positions (0 for whole gradients) and columns of the first chunk, on whichever process that is."""
