@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kronscope import approx
 from kronscope.gradients import GradientStream, Recorder, resolve_layers
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.losses import Draws, read_loss
+from kronscope.measures import estimates, influence
 from kronscope.measures.estimates import RandomColumns, _optima, checked
 
 FAMILY = ("optimal", "shampoo2", "shampoo", "kfac-reduce", "kfac-expand", "one-sided", "identity", "diagonal", "soap")
@@ -162,6 +164,32 @@ def test_influences_say_what_leaving_columns_out_would_do(name: str) -> None:
     assert direct.stderr == pytest.approx(groups.stderr, rel=0.6)
 
 
+@pytest.mark.parametrize("one_carries_it", [False, True])
+def test_the_columns_of_one_half_give_the_error_bar_of_a_large_layer(
+    one_carries_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sides = [torch.randn(60, 4, 5, 6, generator=generator).double() for _ in range(2)]
+    if one_carries_it:
+        sides[0][0] *= 30
+    weights = torch.full((60,), 1 / 60, dtype=torch.float64)
+    stream = GradientStream.of_chunks(FactoredAtoms(sides[0], sides[1], weights, torch.arange(60)), random_columns=4)
+    both, asked = RandomColumns(stream).cosine(approx.get("shampoo2")), 0
+    terms = influence.factor_terms
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return terms(*arguments)
+
+    monkeypatch.setattr(estimates, "factor_terms", counted)
+    monkeypatch.setattr(estimates, "_COSTLY", 0.0)
+    found = RandomColumns(stream).cosine(approx.get("shampoo2"))
+    assert asked == (2 if one_carries_it else 1)
+    assert found.value == both.value
+    assert found.stderr == pytest.approx(both.stderr, rel=1e-12 if one_carries_it else 0.4)
+
+
 def test_with_every_column_fixed_nothing_is_left_to_chance() -> None:
     source = recorder(2, 4, 1.0)
     expected = exact_cosines(source)
@@ -283,4 +311,5 @@ def test_a_remainder_next_to_nothing_is_an_error_bar_next_to_nothing() -> None:
     """Of a very confident model the variances may be so small that their squares are zero."""
     columns = RandomColumns(recorder(1, 20, 1.0).streams("mixed", draws=6, seed=0)["inner.weight"])
     columns._random_sums.zero_()
-    assert 0 < columns._stderr(1.0, [1e-95 * torch.randn(10, 6, dtype=torch.float64)], [range(6)]) < 1e-90
+    variances = columns._variances(1.0, 1e-95 * torch.randn(10, 6, dtype=torch.float64), range(6))
+    assert 0 < estimates._stderr([variances]) < 1e-90

@@ -46,11 +46,16 @@ _MOST_INEXACT, _INEXACT_SHARE, _LEAST_INEXACT = 3e-4, 0.01, 1e-12
 _TOLERANCE = 1e-4
 # Groups of each half that are left out in turn.
 _GROUPS = 4
+# Multiply-adds of a contraction above which one half's columns give the error bar, where they have at least so many
+# degrees of freedom. Variances of one degree each, as two columns give, count a third of theirs.
+_COSTLY, _ENOUGH_FREEDOM = 1e10, 8.0
 # From this size on bases are kept in float32.
 _LARGE = 128
 
 
 _Factors = tuple[Matrix | None, Matrix | None]
+# Variances (N,) that the columns of each sample add, and the degrees of freedom these are known with.
+_Variances = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class RandomColumns:
         h = float((self._weights[:, None] * forms).sum())
         value = abs(operator.scale) * h / size
         terms = forms[:, -self.truth.random_columns :] / h if h else forms[:, -self.truth.random_columns :]
-        return checked(value, self._stderr(value, [terms], [range(self.truth.random_columns)]))
+        return checked(value, _stderr([self._variances(value, terms, range(self.truth.random_columns))]))
 
     def powers(self, exponents: Sequence[float]) -> list[float]:
         r"""Estimate the cosines of :math:`(L \otimes R)^p` for many p, from one table for each half."""
@@ -186,14 +191,17 @@ class RandomColumns:
         if factors[0][0] is None:
             size = float(self.truth.shape[0] * self.truth.shape[1])
         value = math.sqrt(products[0] * products[1] / size) / self.norm
-        terms = []
+        variances = []
         for number, half in enumerate(self._halves):
             moved = forms[number] / (2 * products[number])
             slopes = self._slopes(number, factors, products[1 - number], overlaps)
             if slopes is not None:
                 moved = moved + factor_terms(approximation, half.moment, factors[number], slopes)
-            terms.append(moved[:, -len(half.numbers) :])
-        return Estimate(value, self._stderr(value, terms, [half.numbers for half in self._halves]))
+            variances.append(self._variances(value, moved[:, -len(half.numbers) :], half.numbers))
+            # both halves vary alike: one of them says it where that costs much, if many samples have a part in it
+            if half.moment.contraction_cost() > _COSTLY and _freedom(variances) >= _ENOUGH_FREEDOM:
+                break
+        return Estimate(value, _stderr(variances, len(self._halves) / len(variances)))
 
     def _slopes(
         self, number: int, factors: Sequence[_Factors], product: float, overlaps: Sequence[float]
@@ -231,25 +239,17 @@ class RandomColumns:
             return self._bases.factor(operator.left), self._bases.factor(operator.right)
         return None, None
 
-    def _stderr(self, value: float, terms: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> float:
-        """Standard error of independent columns that move the cosine by ``value · w · (terms − share of ‖H‖²)``.
+    def _variances(self, value: float, terms: Tensor, numbers: Sequence[int]) -> _Variances:
+        """What independent columns that move the cosine by ``value · w · (terms − share of ‖H‖²)`` do to its variance.
 
         Args:
             value: The cosine.
-            terms: For each part of the random columns what they do (N, d) but for the norm of the matrix.
-            numbers: The numbers of each part's random columns.
+            terms: What some of the random columns do (N, d) but for the norm of the matrix.
+            numbers: Their numbers.
         """
-        variances, freedoms = [], []
-        for part, which in zip(terms, numbers, strict=True):
-            moved = value * self._weights[:, None] * (part - self._random_sums[:, list(which)] / self.square)
-            variances.append(len(which) * moved.var(1))
-            freedoms.append(torch.full_like(variances[-1], len(which) - 1.0))
-        variance, freedom = torch.cat(variances), torch.cat(freedoms)
-        total = float(variance.sum())
-        if total == 0:
-            return 0.0
-        # the degrees of freedom of a sum of variances (Welch and Satterthwaite), of shares that do not underflow
-        return math.sqrt(total) * _widened(1 / float(((variance / total).square() / freedom).sum()))
+        moved = value * self._weights[:, None] * (terms - self._random_sums[:, list(numbers)] / self.square)
+        variance = len(numbers) * moved.var(1)
+        return variance, torch.full_like(variance, len(numbers) - 1.0)
 
     def _by_leaving_out(self, fit: Callable[[GradientStream], Operator], fits: Sequence[Operator]) -> Estimate:
         """The cosine, and its standard error from leaving out a group of one half's columns, for all groups."""
@@ -274,6 +274,25 @@ class RandomColumns:
             variance += (groups - 1) / groups * float(((spread - spread.mean()) ** 2).sum())
             freedom += groups - 1
         return Estimate(value, math.sqrt(variance) * _widened(freedom))
+
+
+def _freedom(parts: Sequence[_Variances]) -> float:
+    """The degrees of freedom of a sum of variances (Welch and Satterthwaite)."""
+    variance, freedom = (torch.cat(each) for each in zip(*parts, strict=True))
+    total = float(variance.sum())
+    # of shares, which do not underflow
+    return 1 / float(((variance / total).square() / freedom).sum()) if total > 0 else math.inf
+
+
+def _stderr(parts: Sequence[_Variances], times: float = 1.0) -> float:
+    """The standard error of a sum that all columns have a part in.
+
+    Args:
+        parts: The variances of some of the columns, sample by sample, and their degrees of freedom.
+        times: How many times as many columns there are in all.
+    """
+    total = times * sum(float(variance.sum()) for variance, _ in parts)
+    return math.sqrt(total) * _widened(_freedom(parts)) if total > 0 else 0.0
 
 
 def _loosened(approximation: Approximation) -> Approximation:
