@@ -62,7 +62,11 @@ install: $(VENV)/.installed  ## the library and its extras, in .venv
 demo: $(VENV)/.installed  ## measure small networks on embedded data
 	@$(BIN)/kronscope demo
 
-test: lint pytest  ## everything a change must pass
+# Lint takes what the tests leave idle; it speaks only if it finds something, so that pytest's summary comes last.
+test: $(VENV)/.installed-dev  ## everything a change must pass: lint and pytest, side by side
+	@mkdir -p build; nice $(MAKE) --no-print-directory lint > build/lint.txt 2>&1 & lint=$$!; \
+		$(MAKE) --no-print-directory pytest; tests=$$?; \
+		wait $$lint || { cat build/lint.txt; echo "lint failed"; exit 1; }; exit $$tests
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, import layers
 	@echo "== ruff format"
@@ -172,5 +176,4 @@ clean:  ## remove the environments, caches and build products
 	rm -rf $(VENV) $(IVENV) $(OVENV) $(NVENV) $(DISTVENV) build dist docs/gallery .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# test runs lint and pytest one after the other even under make -j, so that pytest's summary comes last.
 .NOTPARALLEL:
