@@ -11,6 +11,7 @@ from kronscope import GradientStream, SecondMoment
 from kronscope.approx import Optimal
 from kronscope.curvature import nearby as nearby_module
 from kronscope.curvature.nearby import Nearby, nearby
+from kronscope.gradients.atoms import FactoredAtoms
 
 
 def batch_gradients(count: int, m: int, n: int, samples: int, seed: int = 0) -> Tensor:
@@ -128,3 +129,14 @@ def test_corrections_that_do_not_help_leave_it_to_the_matrix(monkeypatch: pytest
 
 def test_small_problems_have_no_close_matrix() -> None:
     assert nearby(SecondMoment(GradientStream.from_tensors(batch_gradients(30, 48, 44, 2)))) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_the_optimum_of_random_float32_columns_is_as_good_as_their_products(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows, cols = torch.randn(12, 8, tokens, 9, generator=generator), torch.randn(12, 1, tokens, 7, generator=generator)
+    chunk = FactoredAtoms(rows, cols, torch.full((12,), 1 / 12, dtype=torch.float64), torch.arange(12))
+    found = Optimal().solve(GradientStream.of_chunks(chunk, random_columns=8))
+    assert found.residual <= 1e-5
+    grads = chunk.dense().grads.flatten(0, 1)
+    assert found.sigma == pytest.approx(8 * dense_optimum(grads), rel=1e-5)

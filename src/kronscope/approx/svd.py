@@ -103,7 +103,8 @@ def singular_triples(
     Args:
         moment: The matrix H.
         rank: How many triples to find.
-        tolerance: Residual, relative to the largest singular value, at which to stop.
+        tolerance: Residual, relative to the largest singular value, at which to stop; of a matrix that is estimated from
+            random columns, whose products are in float32, not below 1e-6.
         max_rounds: Rounds after which not having converged is an error.
         symmetric_only: Leave out pairs of antisymmetric factors; the first triple is never one of them.
         start: A right factor (n, n) to start from instead of the identity.
@@ -124,6 +125,7 @@ def singular_triples(
     kernels = moment.kernels()
     if moment.trace() == 0:
         return _nothing(moment)
+    tolerance = max(tolerance, moment.rounding())
     if kernels is not None and rank == 1 and start is None:
         found = _in_kernel_space(moment, kernels, tolerance, max_rounds)
         if found.residual <= _accepted(tolerance):

@@ -50,6 +50,8 @@ _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
 # Squared norms below this have lost digits.
 _TINY = 1e-290
+# Contractions in float32 are known to about this, relative to the largest of them.
+_NARROW_ROUNDING = 1e-6
 # The whole matrix of a small layer may take so much while its norm is computed.
 _SMALL_BYTES = 32 << 20
 
@@ -461,6 +463,10 @@ class SecondMoment:
         if plan.contraction == "factored":
             return plan.costs[2] / CONTRACTIONS
         return float(self.stream.num_samples * self.stream.columns * m * n * (m + n))
+
+    def rounding(self) -> float:
+        """The relative size of what rounding leaves in contractions, where it is far above that of float64; else 0."""
+        return _NARROW_ROUNDING if self._in_float32() else 0.0
 
     def _has_few_entries(self) -> bool:
         """Whether the matrix has fewer rows than there are gradients, so that it costs less than all their pairs."""

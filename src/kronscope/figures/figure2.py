@@ -126,7 +126,8 @@ def _draw_bars(axes: Axes, spectrum: Detail | None, leading: int) -> None:
             axes.bar(places, values, width=0.62, color=look.color, label=look.name)
     top = max([1.0, *axes.dataLim.intervaly.tolist()])
     axes.set_ylim(0, 1.05 * top)
-    axes.set_xticks([place for place in (1, 4, 8, 12, 16, 20) if place <= min(leading, len(spectrum.series("sigma")))])
+    shown = min(leading, len(spectrum.series("sigma")))
+    axes.set_xticks([place for place in ((1, 4, 8, 12, 16, 20) if shown > 5 else range(1, 6)) if place <= shown])
 
 
 def relative(values: Sequence[float]) -> list[float]:
