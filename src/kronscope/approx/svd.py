@@ -103,8 +103,8 @@ def singular_triples(
     Args:
         moment: The matrix H.
         rank: How many triples to find.
-        tolerance: Residual, relative to the largest singular value, at which to stop; of a matrix that is estimated from
-            random columns, whose products are in float32, not below 1e-6.
+        tolerance: Residual, relative to the largest singular value, at which to stop. Not below 1e-6 where the matrix
+            is estimated from random columns, whose products are in float32.
         max_rounds: Rounds after which not having converged is an error.
         symmetric_only: Leave out pairs of antisymmetric factors; the first triple is never one of them.
         start: A right factor (n, n) to start from instead of the identity.
