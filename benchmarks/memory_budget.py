@@ -54,6 +54,15 @@ def convolution(samples: int) -> Case:
     )
 
 
+def layer(module: nn.Module, shape: tuple[int, ...], samples: int) -> Case:
+    """One convolution of any kind, whose outputs are pooled and read out."""
+    model = nn.Sequential(module, nn.ReLU(), nn.Flatten(2), nn.AdaptiveAvgPool1d(16), nn.Flatten(), nn.LazyLinear(10))
+    inputs, labels = torch.randn(samples, *shape), torch.randint(10, (samples,))
+    model(inputs[:1])
+    data = list(zip(inputs.split(16), labels.split(16), strict=True))
+    return model, nn.CrossEntropyLoss(), data, {"layers": ["0.weight"]}
+
+
 class Tokens(nn.Module):
     """A small language model without attention: each token sees the mean of those before it."""
 
@@ -92,6 +101,10 @@ CASES: dict[str, tuple[int, Callable[[], Case]]] = {
     "1024 x 256": (256, lambda: linear(1024, 256, 128)),
     "4096 x 1024": (2048, lambda: linear(4096, 1024, 16, 4)),
     "convolutions": (128, lambda: convolution(16)),
+    "1 x 1 convolution": (64, lambda: layer(nn.Conv2d(256, 256, 1), (256, 14, 14), 16)),
+    "depthwise convolution": (32, lambda: layer(nn.Conv2d(128, 128, 3, groups=128), (128, 28, 28), 32)),
+    "long sequence": (32, lambda: layer(nn.Conv1d(16, 64, 9), (16, 4000), 32)),
+    "transposed convolution": (256, lambda: layer(nn.ConvTranspose2d(64, 128, 3, 2), (64, 8, 8), 32)),
     "language model": (64, lambda: language(1000, 32, 8, 32)),
     "wider language model": (256, lambda: language(4000, 96, 8, 64)),
 }

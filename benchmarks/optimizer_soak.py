@@ -1,6 +1,6 @@
 """What the optimizers survive: long runs, odd cases, decompositions that fail, interrupts, gradients of any size.
 
-    python -m benchmarks.optimizer_soak [soak] [fuzz] [failures] [interrupts] [scales] [check]
+    python -m benchmarks.optimizer_soak [soak] [fuzz] [failures] [interrupts] [scales] [check] [shapes]
         [--steps 100000] [--families KLShampoo SOAP] [--cases 10000] [--out benchmarks/records/optimizer_soak.json]
 
 Each part adds its counts to the record. Run it with OMP_NUM_THREADS=1; seconds are CPU time.
@@ -16,6 +16,7 @@ Each part adds its counts to the record. Run it with OMP_NUM_THREADS=1; seconds 
 - *interrupts*: SIGINT at operations of a step, spread over all of them.
 - *scales*: gradients times 1e-30 to 1e30.
 - *check*: the part of a refresh that the check of its decomposition takes.
+- *shapes*: five steps of 5,000 parameters of different shapes, none of which can be treated together.
 """
 
 from __future__ import annotations
@@ -401,10 +402,33 @@ def check_cost() -> dict[str, Any]:
     return found
 
 
+def shapes(number: int = 5000, steps: int = 5) -> dict[str, Any]:
+    """Train many parameters of different shapes, 4 to 75 on a side; return CPU milliseconds for each, step by step."""
+    generator = torch.Generator().manual_seed(0)
+    sides = [divmod(place, 72) for place in range(number)]
+    params = [nn.Parameter(torch.randn(4 + m, 4 + n, generator=generator)) for m, n in sides]
+    optimizer = ks.Shampoo(params, 1e-3)
+    found: dict[str, Any] = {"parameters": number, "milliseconds_each": []}
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        began = time.process_time()
+        optimizer.step()
+        found["milliseconds_each"].append(round(1e3 * (time.process_time() - began) / number, 3))
+    # the same decompositions alone, as many and as large: what no library can save
+    factors = [side @ side.T for param in params for side in (param.detach(), param.detach().T)]
+    began = time.process_time()
+    for factor in factors:
+        torch.linalg.eigh(factor)
+    found["eigh_alone"] = round(1e3 * (time.process_time() - began) / number, 3)
+    print(found, flush=True)
+    return found
+
+
 def main() -> None:
     """Run the parts that are asked for, and add them to the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ("soak", "fuzz", "failures", "interrupts", "scales", "check")
+    every = ("soak", "fuzz", "failures", "interrupts", "scales", "check", "shapes")
     parser.add_argument("parts", nargs="*", choices=[*every, []], default=list(every))
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of the soak")
@@ -419,6 +443,7 @@ def main() -> None:
         "interrupts": lambda: interrupts(options.interrupts),
         "scales": scales,
         "check": check_cost,
+        "shapes": shapes,
     }
     for part in options.parts:
         found = parts[part]()

@@ -36,7 +36,6 @@ from torch import nn
 
 import kronscope as ks
 from kronscope import cli
-from kronscope.cli import demo
 from kronscope.support.files import write_atomically
 from kronscope.watching.records import WatchRecords
 
@@ -96,8 +95,6 @@ def command(name: str, folder: Path) -> Body:
         return lambda: watched(folder)
 
     def run() -> None:
-        # of the demo's three networks the first, which takes the same way as the others
-        demo._WORKLOADS = demo._WORKLOADS[:1]
         sys.argv = ["kronscope", *arguments[name]]
         cli.main()
 

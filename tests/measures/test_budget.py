@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kronscope as ks
 from kronscope.gradients import GradientStream
 from kronscope.kron.workspace import limited_workspace, work_bytes
 from kronscope.measures.budget import container_limit, layer_bytes, parse_budget, spare_bytes, sweeps
+from tests.measures.live_bytes import LiveBytes
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 def groups(root: Path, files: dict[str, str]) -> Path:
@@ -71,6 +74,19 @@ def test_a_limit_of_temporaries_ends_with_its_block() -> None:
     assert work_bytes(1 << 27) == 1 << 27
 
 
+def test_freed_memory_goes_back_once_the_process_has_grown_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, given = [1000], list[int]()
+    monkeypatch.setattr("kronscope.kron.workspace._resident", lambda: size[0])
+    monkeypatch.setattr("kronscope.kron.workspace._trim", lambda: lambda _: given.append(size[0]))
+    with limited_workspace(1 << 20, resident=800):
+        for size[0] in (1800, 1801, 1850, 1902, 1000, 1801, 2003):
+            work_bytes(1)
+    size[0] = 9000
+    work_bytes(1)
+    # not again before it has grown by an eighth of the limit since
+    assert given == [1801, 1902, 2003]
+
+
 @pytest.mark.parametrize("kind", ["tokens", "convolution", "random columns"])
 def test_a_small_budget_changes_no_number(kind: str) -> None:
     """Temporaries are cut smaller, layers take turns, gradients are captured again: the sums are the same."""
@@ -111,3 +127,45 @@ def test_a_layer_that_was_measured_takes_no_memory_any_more(max_columns: int | N
     finally:
         gc.enable()
     assert not left
+
+
+def images(
+    layer: nn.Module, shape: tuple[int, ...], samples: int, classes: int = 10
+) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.LazyLinear(classes))
+    inputs, targets = torch.randn(samples, *shape), torch.randint(classes, (samples,))
+    model(inputs[:1])
+    return model, [(inputs, targets)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "classes", "budget"),
+    [
+        pytest.param(lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 16, 16), 10, 8, id="many positions"),
+        pytest.param(lambda: nn.Conv2d(32, 64, 3, 2), (32, 16, 16), 10, 16, id="a large factor"),
+        pytest.param(lambda: nn.Conv2d(64, 64, 3, padding=1, groups=64), (64, 16, 16), 10, 8, id="depthwise"),
+        pytest.param(lambda: nn.Conv2d(16, 32, 3, 2), (16, 12, 12), 60, 9, id="many columns"),
+    ],
+)
+def test_tensors_stay_within_the_budget(
+    layer: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, budget: int
+) -> None:
+    """All of them together, beside those of the model's own pass."""
+    torch.manual_seed(0)
+    model, data = images(layer(), shape=shape, samples=8, classes=classes)
+    loss = nn.CrossEntropyLoss()
+    inputs, targets = data[0]
+    with LiveBytes() as alone:
+        loss(model(inputs), targets).backward()
+    with LiveBytes() as live:
+        ks.measure(model, loss, data, "0.weight", progress=False, memory_budget=budget * MIB)
+    assert live.peak - alone.peak < budget * MIB
+
+
+def test_gradients_that_fit_once_they_are_formed_are_not_captured_at_every_pass() -> None:
+    torch.manual_seed(0)
+    model, data = images(nn.Conv2d(3, 32, 3, padding=1), shape=(3, 16, 16), samples=16)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    ks.measure(model, nn.CrossEntropyLoss(), data, "0.weight", progress=False, memory_budget=8 * MIB)
+    assert len(calls) < 60  # 36; at every pass it would be 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kronscope.approx.registry import register
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.chunks import bounded_factors
 from kronscope.errors import NotFactoredError
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -136,12 +138,7 @@ def _moments(stream: GradientStream, reduce: bool) -> tuple[Tensor, Tensor, Tens
     m, n = stream.shape
     left, right = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
     total = 0.0
-    for atoms in stream:
-        if not isinstance(atoms, FactoredAtoms):
-            raise NotFactoredError(
-                "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
-                "layer that is captured whole, or a training run's batch gradients)."
-            )
+    for atoms in _factored_parts(stream):
         inputs = torch.tensor(atoms.row_inputs, dtype=torch.bool, device=atoms.weights.device)
         sides = ((atoms.row_factors, inputs), (atoms.col_factors, ~inputs))
         moments = [_both_ways(side, known, atoms.weights, reduce, stream.draws) for side, known in sides]
@@ -149,6 +146,17 @@ def _moments(stream: GradientStream, reduce: bool) -> tuple[Tensor, Tensor, Tens
         both = 1 if len(inputs) else min(atoms.row_factors.shape[1], atoms.col_factors.shape[1])
         total += float(atoms.weights.sum()) * both
     return left, right, torch.tensor(total, dtype=torch.float64)
+
+
+def _factored_parts(stream: GradientStream) -> Iterator[FactoredAtoms]:
+    """Iterate a stream's chunks, cut so that float64 copies of them are small."""
+    for atoms in stream:
+        if not isinstance(atoms, FactoredAtoms):
+            raise NotFactoredError(
+                "K-FAC needs each sample's inputs and output gradients, but here there are whole gradients only (a "
+                "layer that is captured whole, or a training run's batch gradients)."
+            )
+        yield from bounded_factors(atoms)
 
 
 def _both_ways(factors: Tensor, inputs: Tensor, weights: Tensor, reduce: bool, draws: bool) -> Tensor:

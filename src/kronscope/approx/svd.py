@@ -413,7 +413,7 @@ def _orthonormal(
     Vectors no longer than ``floor`` are rounding from the start.
     """
     known = block[:0] if basis is None else basis
-    start = len(known)
+    fresh: list[Tensor] = []
     for index in range(len(block)):
         vector = block[index : index + 1]
         length = _norm(vector, inner)
@@ -429,5 +429,8 @@ def _orthonormal(
                 break
             vector = vector / norm
         else:
-            known = torch.cat([known, vector])
-    return known[start:]
+            fresh.append(vector)
+            if index + 1 < len(block):
+                known = torch.cat([known, vector])
+    # not a part of the vectors known by now, which would keep all of them in memory
+    return torch.cat(fresh) if fresh else block[:0]

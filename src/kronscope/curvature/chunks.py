@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -16,6 +17,7 @@ __all__ = [
     "FORMED",
     "ChunksFrom",
     "bounded",
+    "bounded_factors",
     "chunks_from",
     "combined",
     "formed",
@@ -47,9 +49,18 @@ def bounded(atoms: Atoms, *, forming: bool = False) -> Iterator[Atoms]:
         # where no weight is shared over positions, a sample's whole gradient is never formed
         own = 8 * (rows[0].numel() + cols[0].numel() + atoms.columns * atoms.positions**2)
         per_sample = own if atoms.positions == 1 and not forming else own + per_sample
+    yield from (atoms.part(*at) for at in _cuts(len(atoms.weights), per_sample))
+
+
+def bounded_factors(atoms: FactoredAtoms) -> Iterator[FactoredAtoms]:
+    """Cut a chunk into parts whose factors take little memory in float64, with a temporary as large as they are."""
+    count = len(atoms.weights)
+    return (atoms.part(*at) for at in _cuts(count, 16 * atoms.numel // max(1, count)))
+
+
+def _cuts(count: int, per_sample: int) -> Iterator[tuple[int, int]]:
     step = max(1, work_bytes(_WORK_BYTES) // max(per_sample, 1))
-    for at in range(0, len(atoms.weights), step):
-        yield atoms.part(at, at + step)
+    return ((at, at + step) for at in range(0, count, step))
 
 
 def split(atoms: Atoms, parts: int) -> Iterator[Atoms]:
@@ -65,34 +76,34 @@ def formed(stream: GradientStream) -> Iterator[Atoms]:
     if kept is not None:
         yield from kept
         return
-    keep = _keeps_formed(stream)
     whole: list[Atoms] = []
-    for atoms in iter(stream) if keep else _to_form(stream):
-        dense = atoms.dense()
-        if keep:
-            whole.append(dense)
-        yield dense
+    keep = False
+    for number, atoms in enumerate(stream):
+        keep = keep if number else _keeps_formed(stream, atoms)
+        for part in (atoms,) if keep else _to_form(atoms):
+            dense = part.dense()
+            if keep:
+                whole.append(dense)
+            yield dense
     if keep:
         stream.memo[FORMED] = whole
 
 
-def _keeps_formed(stream: GradientStream) -> bool:
-    first = next(iter(stream), None) if stream.in_memory else None
-    if first is None:
-        return False
+def _keeps_formed(stream: GradientStream, first: Atoms) -> bool:
+    """Whether gradients formed of a stream's chunks may be kept; whole ones only where they are in memory anyway."""
     (m, n), size = stream.shape, first.nbytes // max(1, first.numel)
-    return size * stream.own_samples * stream.columns * m * n <= stream.keep_bytes
+    fits = size * stream.own_samples * stream.columns * m * n <= stream.keep_bytes
+    return fits and (stream.in_memory or isinstance(first, FactoredAtoms))
 
 
-def _to_form(stream: GradientStream) -> Iterator[Atoms]:
-    """Iterate the chunks, cut so that the gradients of a part fit into the memory of a temporary."""
-    for atoms in stream:
-        m, n = atoms.shape
-        step = max(1, work_bytes(_FORMED_BYTES) // max(4 * atoms.columns * m * n, 1))
-        if isinstance(atoms, FactoredAtoms) and step < len(atoms.weights):
-            yield from (atoms.part(at, at + step) for at in range(0, len(atoms.weights), step))
-        else:
-            yield atoms
+def _to_form(atoms: Atoms) -> Iterator[Atoms]:
+    """Cut a chunk so that the gradients of a part fit into the memory of a temporary."""
+    m, n = atoms.shape
+    step = max(1, work_bytes(_FORMED_BYTES) // max(4 * atoms.columns * m * n, 1))
+    if isinstance(atoms, FactoredAtoms) and step < len(atoms.weights):
+        yield from (atoms.part(at, at + step) for at in range(0, len(atoms.weights), step))
+    else:
+        yield atoms
 
 
 def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
@@ -101,13 +112,15 @@ def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
     A stream of one chunk is cut into several, so that pairs of chunks save the symmetric half here too.
     """
     lone = next(iter(stream), None)
-    if (
-        lone is not None
-        and len(lone.weights) == stream.own_samples > 1
-        and (factored or isinstance(lone, DenseAtoms) or _keeps_formed(stream))
-    ):
-        parts = list(split(lone if factored else next(formed(stream)), 8))
-        return lambda start: iter(parts[start:])
+    if lone is not None:
+        keep = not factored and _keeps_formed(stream, lone)
+        if len(lone.weights) == stream.own_samples > 1 and (factored or isinstance(lone, DenseAtoms) or keep):
+            parts = list(split(lone if factored else next(formed(stream)), 8))
+            return lambda start: iter(parts[start:])
+        if keep:
+            # formed once and for all: the pass over the first chunks of pairs ends after those over the second ones
+            deque(formed(stream), maxlen=0)
+    del lone
 
     def chunks(start: int) -> Iterator[Atoms]:
         if factored:
@@ -118,7 +131,7 @@ def chunks_from(stream: GradientStream, *, factored: bool) -> ChunksFrom:
         if kept is not None:
             return iter(kept[start:])
         # earlier ones are passed over before anything is formed of them
-        return (atoms.dense() for atoms in islice(_to_form(stream), start, None))
+        return (atoms.dense() for atoms in islice((part for each in stream for part in _to_form(each)), start, None))
 
     return chunks
 
@@ -142,11 +155,12 @@ def rotated_squares(atoms: Atoms, left: Tensor | None, right: Tensor | None) -> 
             if rows.shape[1] == 1 or cols.shape[1] == 1:
                 return (rows.sum(1) * atoms.weights[:, None]).T @ cols.sum(1)
             return (rows * atoms.weights.view(-1, 1, 1)).flatten(0, 1).T @ cols.flatten(0, 1)
-        grads = rows.mT @ cols
+        squares = (rows.mT @ cols).square_()
     else:
         grads = atoms.grads if right is None else atoms.grads @ right
         grads = grads if left is None else left.T @ grads
-    weighted: Tensor = torch.tensordot(atoms.weights, grads.square().sum(1), 1)
+        squares = grads.square() if grads is atoms.grads else grads.square_()
+    weighted: Tensor = torch.tensordot(atoms.weights, squares.sum(1), 1)
     return weighted
 
 

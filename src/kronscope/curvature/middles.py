@@ -70,12 +70,14 @@ class Middles:
 
     Args:
         keep_bytes: How much of the factors' products with one set of vectors may be kept, for each side.
+        most_bytes: How much of all middles together may be kept.
     """
 
-    def __init__(self, keep_bytes: int = 0) -> None:
+    def __init__(self, keep_bytes: int = 0, most_bytes: int = _MATRICES * _BYTES) -> None:
         # a matrix is kept with its middles, so that its id stays its own
         self._kept: OrderedDict[tuple[object, ...], tuple[Matrix | None, list[Tensor]]] = OrderedDict()
         self._keep_bytes = keep_bytes
+        self._each_bytes = min(_BYTES, most_bytes // _MATRICES)
         self._moved: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def of(self, chunks: Chunks, mode: int, matrix: Matrix | None) -> Iterator[tuple[Atoms, Tensor]]:
@@ -96,10 +98,10 @@ class Middles:
         size = 0
         for atoms, middle in self._made(chunks, mode, matrix):
             size += middle.numel() * middle.element_size()
-            if size <= _BYTES:
+            if size <= self._each_bytes:
                 made.append(middle)
             yield atoms, middle
-        if 0 < size <= _BYTES:
+        if 0 < size <= self._each_bytes:
             self._kept[key] = (matrix, made)
             while len(self._kept) > _MATRICES:
                 self._kept.popitem(last=False)

@@ -103,17 +103,17 @@ def assembled_kernels(chunks: list[Atoms]) -> tuple[Tensor, Tensor, Tensor]:
     for chunk in chunks:
         assert isinstance(chunk, FactoredAtoms)
         step = max(1, 1024 // max(chunk.columns, 1))
-        ready = chunk if large else chunk.wide()
-        parts.extend(ready.part(at, at + step) for at in range(0, len(chunk.weights), step))
+        parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
     weights = torch.cat([part.weights for part in parts])
     count = len(weights)
     rows, cols = weights.new_empty(count, count), weights.new_empty(count, count)
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + len(part.weights))
-    for i, first in enumerate(parts):
+    for i, part in enumerate(parts):
+        first = part if large else part.wide()
         for j in range(i, len(parts)):
-            tile = factor_kernels(first, parts[j])
+            tile = factor_kernels(first, parts[j] if large else first if j == i else parts[j].wide())
             assert tile is not None
             at, to = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
             for kernel, block in zip((rows, cols), tile, strict=True):

@@ -537,7 +537,9 @@ class SecondMoment:
         return self._once("middles", self._new_middles).of(self._ready, mode, matrix)
 
     def _new_middles(self) -> Middles:
-        return Middles(self.stream.keep_bytes // 4 if self.stream.in_memory else 0)
+        # as much as of formed gradients in all: a quarter for each side's products, the rest for middles
+        keep = self.stream.keep_bytes
+        return Middles(keep // 4 if self.stream.in_memory else 0, keep // 2)
 
     def ready_chunks(self) -> list[Atoms] | None:
         """This process's chunks in the form and type of contractions, if they are in memory; else None."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
 from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.sample_axes import SampleAxis
-from kronscope.gradients.uses import Use
+from kronscope.gradients.uses import ConvUse, Use
 
 __all__ = ["Assembler", "DenseAssembler", "FactoredAssembler", "UsePart", "Sizes", "parts_of"]
 
@@ -94,19 +94,25 @@ class Sizes:
         positions: Positions t of the factored form; 0 if there is none.
         shared_rows: Whether all columns share the row factors.
         shared_cols: Whether all columns share the column factors.
+        windows: Numbers of each sample in the windows of convolutions, which are laid out while atoms are made.
     """
 
     positions: int
     shared_rows: bool
     shared_cols: bool
+    windows: int = 0
 
     @classmethod
     def of(cls, parts: Sequence[UsePart], samples: int) -> Sizes:
         """Sizes of the factored form of these parts."""
         groups = _grouped(parts)
         kinds = {group.input_is_cols for group in groups}
+        firsts = [group.parts[0].use for group in groups]
         return cls(
-            sum(group.parts[0].use.positions(samples) for group in groups), True not in kinds, False not in kinds
+            sum(use.positions(samples) for use in firsts),
+            True not in kinds,
+            False not in kinds,
+            sum(use.positions(samples) * use.window_size for use in firsts if isinstance(use, ConvUse)),
         )
 
     def entries(self, shape: tuple[int, int], columns: int) -> int:

@@ -22,7 +22,7 @@ from kronscope.gradients.matrices import LayerSpec, check_plain, unwrap
 from kronscope.gradients.probe import Route, Routes, choose_routes
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron.devices import host_if_narrow
-from kronscope.kron.workspace import work_bytes
+from kronscope.kron.workspace import give_back, work_bytes
 from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["Recorder"]
@@ -372,6 +372,7 @@ class Recorder:
                 # Batches 0, 1, 3, 7, ...: enough to notice samples that lie elsewhere, depending on the data.
                 checked = start == 0 and number & (number + 1) == 0
                 yield self._capture(chunk, request, plans, checked)
+                give_back()
                 done += chunk.size
                 if self._progress is not None:
                     self._progress(done, self.own_samples)
@@ -379,8 +380,14 @@ class Recorder:
     def _chunk_size(self, batch: Batch, plans: Iterable[LayerPlan], labels: str) -> int:
         """Samples per chunk; longer sequences than the probe's have more positions."""
         growth = max(1.0, _entries_per_sample(batch) / self._probe_size)
-        # vmap returns all columns before they are stacked, hence twice the memory.
-        needed = sum(plan.bytes * (2 if plan.backend == "func" else growth) for plan in plans)
+        needed = 0.0
+        for plan in plans:
+            # vmap returns all columns before they are stacked, hence twice the memory
+            needed += plan.bytes * (2 if plan.backend == "func" else growth)
+            sizes = self._routes.by_layer[plan.name].sizes
+            if sizes is not None:
+                # while atoms are made of windows, those are there too: often far more than the atoms themselves
+                needed += growth * 4 * sizes.windows
         if labels in ("exact", "mixed"):
             needed += self._loss.kept_bytes(self._routes.outputs)
         return max(1, int(self._chunk_bytes / max(needed, 1)))

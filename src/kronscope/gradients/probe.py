@@ -24,6 +24,7 @@ from kronscope.gradients.matrices import LayerSpec
 from kronscope.gradients.sample_axes import SampleAxis, candidate_axes, fitting_axes
 from kronscope.gradients.uses import ConvUse, Use
 from kronscope.kron.devices import wide
+from kronscope.kron.workspace import work_bytes
 
 __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape", "matches"]
 
@@ -31,7 +32,8 @@ __all__ = ["Route", "Routes", "UseKey", "agree", "choose_routes", "leading_shape
 # axis, a missed use or a mixing layer are off by a sizeable part of the norm itself. (Models in float64 may well take a
 # softmax in float32.)
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-_FACTORED_CHECK_ENTRIES = 1 << 24
+# Bytes of factors, and of the windows of a convolution, that are made to try samples on.
+_CHECK_BYTES = 64 << 20
 # Outputs of a sample with more numbers than this are many terms, and are tried on fewer samples.
 _LARGE_OUTPUT = 1 << 17
 UseKey = tuple[str, int]
@@ -157,12 +159,15 @@ def choose_routes(
     spread = torch.linspace(0, batch.size - 1, min(batch.size, 11)).long().unique()
     few = batch.take(spread[:3])
     references = [_Reference.of(forward, few, parameters, sorted({0, few.size - 1}))]
+    routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].dtype)
+    uses, _ = _record(forward, parameters, references[0], routes, ())
+    sizes = [use.positions(few.size) * use.window_size for use in uses if isinstance(use, ConvUse)]
     large = references[0].outputs[0].numel() > _LARGE_OUTPUT
-    more = batch.take(spread[3:5] if large else spread[3:])
+    number = 2 if large else max(2, work_bytes(_CHECK_BYTES) // (4 * max(sizes, default=1)))
+    del uses
+    more = batch.take(spread[3 : 3 + number])
     if more.size > 1:
         references.append(_Reference.of(forward, more, parameters, [more.size // 2]))
-    routes = Routes(outputs=references[0].outputs.shape, dtype=references[0].dtype)
-    _record(forward, parameters, references[0], routes, ())
     used = {name for reference in references for name in parameters if reference.reached(name)}
     routes.unreached = [spec.name for spec in specs if not used.intersection(spec.parameters)]
     open_specs = [spec for spec in specs if spec.name not in routes.unreached]
@@ -304,7 +309,7 @@ def _hooks_obstacle(
     parts = parts_of(spec, uses, routes.axes)
     sizes = Sizes.of(parts, samples)
     dtype = torch.promote_types(parameters[spec.parameters[0]].dtype, torch.float32)
-    small = sizes.entries(spec.shape, 1) * samples <= _FACTORED_CHECK_ENTRIES
+    small = 4 * sizes.entries(spec.shape, 1) * samples <= work_bytes(_CHECK_BYTES)
     assembler = (FactoredAssembler if small else DenseAssembler)(spec, parts, samples, 1, dtype)
     assembler.add(0, grads)
     atoms = assembler.finish(torch.ones(samples), torch.arange(samples))

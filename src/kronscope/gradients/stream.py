@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kronscope.errors import DataError, NonFiniteError, ShapeError
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms, joined, mixed
+from kronscope.kron.workspace import work_bytes
 from kronscope.support.processes import ALONE, Processes
 
 __all__ = ["GradientStream", "Known"]
@@ -197,8 +198,9 @@ class GradientStream:
         if not chunks or sum(len(chunk.weights) for chunk in chunks) == 0:
             raise DataError("a gradient stream needs at least one gradient.")
         parts: list[Atoms] = []
-        for chunk in joined(chunks, _CHUNK_BYTES):
-            step = max(1, _CHUNK_BYTES * len(chunk.weights) // max(chunk.nbytes, 1))
+        size = work_bytes(_CHUNK_BYTES)
+        for chunk in joined(chunks, size):
+            step = max(1, size * len(chunk.weights) // max(chunk.nbytes, 1))
             parts.extend(chunk.part(at, at + step) for at in range(0, len(chunk.weights), step))
         own = sum(len(chunk.weights) for chunk in chunks)
         count, columns = whole or (own, max(chunk.columns for chunk in chunks))

@@ -7,6 +7,7 @@ row side.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +184,11 @@ class ConvUse:
         """Positions per sample."""
         spatial = len(self.kernel)
         return self.place.shape[: -spatial - 1].numel() * self.place.shape[-spatial:].numel() * self.groups // samples
+
+    @property
+    def window_size(self) -> int:
+        """Numbers in one window: channels of a group times the kernel."""
+        return self.place.inputs.shape[-len(self.kernel) - 1] // self.groups * math.prod(self.kernel)
 
     def key(self) -> tuple[Any, ...]:
         """Equal for uses whose input sides are the same; rows of a grouped convolution cannot be merged."""

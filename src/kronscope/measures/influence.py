@@ -31,6 +31,7 @@ from kronscope.approx import (
 )
 from kronscope.approx.kfac import summed_positions
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.chunks import bounded_factors
 from kronscope.curvature.middles import Matrix, Spanned
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
@@ -128,12 +129,13 @@ def reduced_factors(stream: GradientStream) -> tuple[Spanned, Spanned] | None:
         return None
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     weights: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for atoms in stream:
-        assert isinstance(atoms, FactoredAtoms)
-        for factors, vectors, values in zip((atoms.row_factors, atoms.col_factors), sides, weights, strict=True):
-            summed = summed_positions(factors).squeeze(2)
-            vectors.append(summed.flatten(0, 1).to(factors.dtype))
-            values.append(atoms.weights.repeat_interleave(summed.shape[1]))
+    for chunk in stream:
+        assert isinstance(chunk, FactoredAtoms)
+        for atoms in bounded_factors(chunk):
+            for factors, vectors, values in zip((atoms.row_factors, atoms.col_factors), sides, weights, strict=True):
+                summed = summed_positions(factors).squeeze(2)
+                vectors.append(summed.flatten(0, 1).to(factors.dtype))
+                values.append(atoms.weights.repeat_interleave(summed.shape[1]))
     found = [Spanned(torch.cat(v).T.contiguous(), torch.cat(w)) for v, w in zip(sides, weights, strict=True)]
     if any(2 * len(each.values) > size for each, size in zip(found, stream.shape, strict=True)):
         return None
@@ -160,13 +162,14 @@ def _kfac_terms(stream: GradientStream, grad_left: Tensor, grad_right: Tensor, *
 
     def local() -> list[tuple[Tensor, Tensor]]:
         found = []
-        for atoms in stream:
-            assert isinstance(atoms, FactoredAtoms)
-            total = torch.zeros(len(atoms.weights), atoms.columns, dtype=torch.float64, device=atoms.weights.device)
-            for factors, gradient in ((atoms.row_factors, grad_left), (atoms.col_factors, grad_right)):
-                if factors.shape[1] > 1:
-                    total += forms(factors, gradient.to(total))
-            found.append((atoms.samples, total))
+        for chunk in stream:
+            assert isinstance(chunk, FactoredAtoms)
+            for atoms in bounded_factors(chunk):
+                total = torch.zeros(len(atoms.weights), atoms.columns, dtype=torch.float64, device=atoms.weights.device)
+                for factors, gradient in ((atoms.row_factors, grad_left), (atoms.col_factors, grad_right)):
+                    if factors.shape[1] > 1:
+                        total += forms(factors, gradient.to(total))
+                found.append((atoms.samples, total))
         return found
 
     return stream.by_column(local)

@@ -125,7 +125,7 @@ def _recording(
             Bar(shown) as bar,
             exact_products(),
             host_by_default(),
-            limited_workspace(budget // 16),
+            limited_workspace(budget // 16, resident=budget * 3 // 4),
             same_model(processes, model, asked),
         ):
             was_training = any(module.training for module in model.modules())

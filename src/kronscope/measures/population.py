@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kronscope.approx import Approximation, KfacExpand, KfacReduce, Optimal, Shampoo
 from kronscope.curvature import SecondMoment
+from kronscope.curvature.chunks import bounded_factors
 from kronscope.curvature.middles import Spanned
 from kronscope.curvature.sample_pairs import sample_pairs
 from kronscope.gradients.atoms import FactoredAtoms
@@ -219,9 +220,11 @@ def _kfac_terms(stream: GradientStream, left: Tensor, right: Tensor, *, reduce: 
 
     def local() -> list[tuple[Tensor, Tensor]]:
         found = []
-        for atoms in stream:
-            assert isinstance(atoms, FactoredAtoms)
-            found.append((atoms.samples, forms(atoms.row_factors, left) + forms(atoms.col_factors, right)))
+        for chunk in stream:
+            assert isinstance(chunk, FactoredAtoms)
+            for atoms in bounded_factors(chunk):
+                terms = forms(atoms.row_factors, left) + forms(atoms.col_factors, right)
+                found.append((atoms.samples, terms))
         return found
 
     return stream.by_sample(local)

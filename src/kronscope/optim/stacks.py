@@ -160,9 +160,12 @@ def in_form_for(device: torch.device, state: Tensors, layout: Layout, hyper: Hyp
     """
     found = dict(state)
     for index, tile in enumerate(layout.tiles):
+        symmetric = block_key(index, "factor"), block_key(index, "root")
+        if not any(key.startswith(symmetric) for key in state):
+            continue
         for name, ndim in _new_tensors(tile.block, tile.modes, hyper, packs=saves_half(device)):
             key = block_key(index, name)
-            if name.startswith(("factor", "root")) and key in state and state[key].ndim != ndim:
+            if key.startswith(symmetric) and key in state and state[key].ndim != ndim:
                 stored = state[key]
                 found[key] = unpack(stored) if stored.ndim == 2 else Triangle(stored.shape[-1]).pack(stored)
     return found
@@ -188,9 +191,11 @@ def build_stacks(entries: Sequence[tuple[Tensor, Layout, int, Hyper]], state: di
                 for name, tensor in _new_state(tile, param, hyper).items():
                     state[param].setdefault(block_key(index, name), tensor)
                 continue
-            names = tuple(name for name, _ in _new_tensors(tile.block, tile.modes, hyper, packs=True))
+            names = _names(len(tile.block), tile.modes, hyper)
             key = (tile.block, tile.modes, group, factor_dtype(param), param.device, names)
-            stack = stacks.setdefault(key, Stack(tile.block, tile.modes, group))
+            if key not in stacks:
+                stacks[key] = Stack(tile.block, tile.modes, group)
+            stack = stacks[key]
             stack.members.append(Member(param, layout, index, group, stack.count))
     for (*_, names), stack in stacks.items():
         new: Tensors = {}
@@ -214,7 +219,7 @@ def _put_in_order(state: Tensors, layout: Layout, hyper: Hyper) -> None:
     """
     wanted = ["step"]
     for index, tile in enumerate(layout.tiles):
-        names = [name for name, _ in _new_tensors(tile.block, tile.modes, hyper, packs=True)]
+        names = _names(len(tile.block), tile.modes, hyper)
         wanted += [block_key(index, name) for name in (*names, "phase", "refreshed")]
     found = {key: state[key] for key in wanted if key in state} | state
     state.clear()
@@ -236,6 +241,11 @@ def _new_tensors(
     """Return the names of the tensors that a tile has, and their numbers of dimensions."""
     blocks = Blocks(block, modes, 0, torch.float32, torch.device("meta"), packs and hyper.rule.packs)
     return tuple((name, tensor.ndim) for name, tensor in hyper.rule.new_state(blocks, hyper).items())
+
+
+def _names(dims: int, modes: tuple[int, ...], hyper: Hyper) -> tuple[str, ...]:
+    """Return the names of a tile's tensors, which are the same whatever its size."""
+    return tuple(name for name, _ in _new_tensors((1,) * dims, modes, hyper, packs=True))
 
 
 def _own(tile: Tile, rows: Tensor) -> Tensor:

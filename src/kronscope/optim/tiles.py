@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ class Tile:
     factored: tuple[bool, ...]
     owned: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         """Number of blocks along each dimension."""
         return tuple((b - a) // s for a, b, s in zip(self.start, self.stop, self.block, strict=True))
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of blocks, whoever works on them."""
         return math.prod(self.grid)
@@ -48,7 +49,7 @@ class Tile:
         """Number of blocks that this process works on."""
         return self.total if self.owned is None else self.owned[1] - self.owned[0]
 
-    @property
+    @cached_property
     def modes(self) -> tuple[int, ...]:
         """The dimensions that have a factor."""
         return tuple(mode for mode, has in enumerate(self.factored) if has)
