@@ -46,7 +46,7 @@ def test_what_a_fit_is_made_of(
 ) -> None:
     columns = call(truth, labels, draws=7)
     fit = columns.of(columns.options.fits[0])
-    shown = "sampled" if fitted == MIXED else fitted.labels
+    shown = "exact" if fitted == MIXED else fitted.labels
     assert (fit.fitted, fit.labels, fit.resample, fit.spare) == (fitted, shown, resample, None)
     # the model's own labels, exact or drawn in their place, make the batch size mean nothing
     assert fit.batches.labels == (labels or ("real" if truth == REAL else "exact"))
@@ -111,6 +111,13 @@ def test_curves_and_rows_agree_on_what_a_batch_size_means_where_the_truth_is_dra
     # labels that are asked for as draws are others than the truth's
     asked = measured(max_columns=1, batch_size=16, labels="sampled", details=kinds)
     assert asked.details[0].values != one.details[0].values
+
+
+def test_an_estimate_that_ends_with_all_columns_is_not_called_one() -> None:
+    found = measured(max_columns=1, accuracy=1e-6, approximations=["shampoo2"])
+    assert found.rows[0].cosine == measured(approximations=["shampoo2"]).rows[0].cosine
+    assert "notes" not in found.settings
+    assert found.question.startswith("Exact")
 
 
 def test_results_say_what_was_asked() -> None:

@@ -228,7 +228,10 @@ def test_too_many_columns_fall_back_to_an_estimate_and_say_so() -> None:
     model, data = mlp(30, classes=40)
     exact = measure(model, data)
     drawn = measure(model, data, max_columns=5, accuracy=0.02)
-    assert {row.labels for row in drawn} == {"sampled"}
+    # the columns stand for exact labels; labels that are drawn are another fit
+    assert {row.labels for row in drawn} == {drawn.settings["labels"]} == {"exact"}
+    asked = measure(model, data, max_columns=5, labels="sampled", accuracy=0.02)
+    assert {row.labels for row in asked} == {"sampled"}
     assert any("39 exact columns" in note and "is estimated" in note for note in drawn.settings["notes"])
     for one, other in zip(exact, drawn, strict=True):
         assert other.note

@@ -466,6 +466,11 @@ def test_it_says_which_question_it_answers(settings: dict[str, Any], error: floa
     assert sentence in " ".join(str(results).split())
 
 
+def test_where_there_is_no_cosine_it_does_not_say_that_the_answer_is_exact() -> None:
+    rows = [dataclasses.replace(row, cosine=math.nan, note="the truth is zero") for row in synthetic.make_rows()]
+    assert Results(rows).question == "For these 1,024 samples there is no cosine; the notes say why."
+
+
 def test_the_best_attainable_one_is_marked_on_a_terminal() -> None:
     from rich.console import Console
 

@@ -90,8 +90,8 @@ class FitColumns:
 
     @property
     def labels(self) -> str:
-        """The labels that rows and curves report."""
-        return "sampled" if self.fitted.mixed else self.fitted.labels
+        """The labels that rows and curves report; random columns stand for exact ones."""
+        return "exact" if self.fitted.mixed else self.fitted.labels
 
 
 @dataclass(frozen=True)

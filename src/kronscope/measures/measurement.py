@@ -272,23 +272,29 @@ class Measurement:
     def go(self, recorder: Recorder, bar: Bar) -> None:
         """Capture and measure; layers whose estimate is not accurate enough are measured again with more columns."""
         self.tell("".join(f"{plan}\n" for plan in self.columns.truth.plan(recorder)))
+        estimated = (
+            f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from some of "
+            "them and random sums of the others, standard errors included"
+        )
         if self.columns.truth.mixed:
-            self.notes.append(
-                f"{recorder.exact_columns} exact columns per sample were too many: the truth is estimated from some of "
-                "them and random sums of the others, standard errors included"
-            )
+            self.notes.append(estimated)
         if self.options.population and any(record.fit.details for record in self.fits):
             self.notes.append("curves are of these samples; only rows answer for their population")
         pending = {self.columns.truth: [spec.name for spec in recorder.specs]}
         for record in self.fits:
             record.rows = {spec.name: [] for spec in recorder.specs}
             record.curves = {spec.name: [] for spec in recorder.specs}
+        mixed: set[str] = set()
         while pending:
             columns = next(iter(pending))
             self.columns = CallColumns(self.options, columns)
-            for name in self._measure_layers(recorder, pending.pop(columns), bar):
+            names = pending.pop(columns)
+            mixed = mixed.union(names) if columns.mixed else mixed.difference(names)
+            for name in self._measure_layers(recorder, names, bar):
                 more = self.choice.enough(columns, self._worst(name), self.options.accuracy)
                 pending.setdefault(more, []).append(name)
+        if estimated in self.notes and not mixed:  # every layer asked for all columns in the end
+            self.notes.remove(estimated)
         if self.options.whole_model:
             self._measure_whole(recorder, bar)
 

@@ -435,4 +435,6 @@ def _question(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
         return f"Estimated for the population from which the {samples} came{bars}."
     if estimated:
         return f"For these {samples}; ± is one standard error of what was drawn, and no ± means exact."
+    if all(math.isnan(row.cosine) for row in rows):
+        return f"For these {samples} there is no cosine; the notes say why."
     return f"Exact for these {samples}: nothing is estimated, so there are no error bars."
