@@ -60,9 +60,11 @@ def test_measure_honours_its_options(kronscope: Command, tmp_path: Path) -> None
         ),
         *("--batch-size", 4, "--approximation", "shampoo2", "--approximation", "diagonal", "--max-samples", 7),
         *("--detail", "exponents", "--checkpoint", "zeros.pt", "--truth", "gauss_newton", "--memory-budget", "1GiB"),
+        *("--accuracy", 0.02, "--max-columns", 50),
     )
     assert ended.code == 0, ended.err
     results = ks.Results.load(tmp_path / "out" / "results.json")
+    assert (results.settings["accuracy"], results.settings["max_columns"]) == (0.02, 50)
     assert {(row.layer, row.labels, row.batch_size, row.samples) for row in results} == {("2.weight", "real", 4, 7)}
     assert results.approximations == ("shampoo2", "diagonal")
     assert [detail.kind for detail in results.details] == ["exponents"]

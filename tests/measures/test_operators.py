@@ -64,6 +64,13 @@ def test_too_many_columns_are_estimated_with_a_warning_and_an_unbiased_norm() ->
     assert some.norm_squared() == pytest.approx(RandomColumns(some.stream).square, rel=1e-10)
 
 
+def test_columns_that_fit_into_an_estimate_are_all_taken_without_a_warning() -> None:
+    model, data = nn.Linear(3, 40), [(torch.randn(4, 3), torch.randint(40, (4,)))]
+    # warnings are errors here
+    some, exact = (ks.second_moment(model, LOSS, data, "weight", max_columns=n, progress=False) for n in (1, None))
+    assert some.norm() == exact.norm()
+
+
 @pytest.mark.parametrize("make", [ks.Shampoo, ks.SOAP, ks.KLShampoo])
 def test_live_operators_of_ours_are_rows_beside_the_fits(make: Any) -> None:
     model, data, optimizer = trained(lambda parameters: make(parameters, lr=1e-3))

@@ -320,6 +320,7 @@ class Measurement:
         columns = self.columns.truth
         if columns.mixed:
             columns = self.choice.most()
+        if columns.mixed:
             made_of = f"{columns.fixed} exact and {columns.draws} random columns"
             self._say([f"{recorder.exact_columns} exact columns per sample are too many: estimated from {made_of}"])
         size = columns.plan(recorder)[0].bytes * recorder.most_samples
