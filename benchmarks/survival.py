@@ -152,6 +152,11 @@ def start(body: Body, log: Path, prepare: Body = lambda: None) -> int:
         os._exit(code if isinstance(code, int) else 1)
 
 
+def has_ended(child: int) -> bool:
+    """Whether a child is done; its exit code stays to be read."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def end(child: int, log: Path) -> Ended:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     texts = []
@@ -278,7 +283,9 @@ def kills(trials: Trials, wanted: dict[str, int]) -> dict[str, Any]:
             rounds += 1
             for _ in range(3):
                 child = start(command(name, folder), trials.place / "log")
-                time.sleep(trials.random.uniform(0, trials.seconds[name]))
+                until = time.monotonic() + trials.random.uniform(0, trials.seconds[name])
+                while time.monotonic() < until and not has_ended(child):
+                    time.sleep(min(0.01, trials.seconds[name] / 1000))
                 os.kill(child, signal.SIGKILL)
                 hits += end(child, trials.place / "log").code == -signal.SIGKILL
             alike += trials.ends_alike(name, folder)

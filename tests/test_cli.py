@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import typer
 import kronscope as ks
 from kronscope import cli
 from kronscope.paper.training import Event
-from kronscope.support.locks import lock_folder
+from kronscope.support.locks import HeldError, lock_folder
 from tests.commands import Command, assert_refused, kronscope
 
 __all__ = ["kronscope"]
@@ -136,6 +137,21 @@ def test_a_refused_measurement_leaves_an_old_folder_as_it_was(kronscope: Command
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
     again = kronscope(*arguments)
     assert again.code == 0, again.err
+
+
+def test_more_samples_than_the_machine_can_count_are_all_samples(kronscope: Command) -> None:
+    ended = kronscope("measure", "mine:build", "--data", "mine:data", "--max-samples", 10**30, "--out", "out")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed there")
+def test_a_current_folder_that_is_gone_is_said_to_be(kronscope: Command, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_refused(
+        kronscope("measure", "mine:build", "--data", "mine:data", "--out", tmp_path / "out"), "is gone", "cd"
+    )
 
 
 def test_float64_of_numpy_is_converted_and_that_is_said(kronscope: Command, tmp_path: Path) -> None:
@@ -285,6 +301,20 @@ def test_a_figure_of_the_paper_and_going_on_with_it(kronscope: Command, tmp_path
     assert_refused(
         kronscope(*arguments[:-2], "--seed", 1, "--out", folder, "--resume"), "another configuration", "seed"
     )
+
+
+def test_pictures_are_written_while_nobody_else_may_write(kronscope: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes on with a run removes unfinished files; those of another process that is still writing must stay."""
+    arguments = ("paper", "figure1", "--workload", "digits-linear", "--steps", 2, "--samples", 20, "--out", "run")
+
+    def other_writer(*_: object) -> list[Path]:
+        with pytest.raises(HeldError):
+            lock_folder(Path("run"))
+        return []
+
+    monkeypatch.setattr("kronscope.cli.paper.write_outputs", other_writer)
+    assert kronscope(*arguments).code == 0
+    assert kronscope(*arguments, "--resume").code == 0
 
 
 def test_figure3_has_real_labels_and_two_batch_sizes(kronscope: Command, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import kronscope as ks
+from kronscope.errors import OptionError
 from kronscope.gradients import GradientStream
 from kronscope.kron.workspace import limited_workspace, work_bytes
 from kronscope.measures.budget import container_limit, layer_bytes, parse_budget, spare_bytes, sweeps
@@ -52,6 +54,12 @@ def test_the_default_budget_is_a_third_of_what_the_container_allows(monkeypatch:
     assert parse_budget(None) == 100 << 20
     monkeypatch.setattr("kronscope.measures.budget.container_limit", lambda: None)
     assert 100 << 20 < parse_budget(None) <= 8 * GIB
+
+
+@pytest.mark.parametrize("budget", ["1.2.3G", ".", "", "-1", "9" * 400, float("inf"), float("nan"), 0, True, [1], b"2"])
+def test_a_budget_that_is_no_number_of_bytes_is_refused_in_words(budget: Any) -> None:
+    with pytest.raises(OptionError, match="memory_budget must be"):
+        parse_budget(budget)
 
 
 def test_copies_of_one_layer_at_a_time_count_beside_the_atoms_of_all() -> None:

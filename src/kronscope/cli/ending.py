@@ -74,6 +74,8 @@ def one_line_endings(command: str) -> Iterator[None]:
 
 def _in_words(error: OSError, going_on: str) -> str:
     reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd
+        return "the folder that this was started in is gone; change to one that is there (cd) and try again."
     if error.filename is None:  # files that are written name themselves
         return f"standard output cannot be written ({reason}); what was kept in the run's folder is whole."
     where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)

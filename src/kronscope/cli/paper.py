@@ -88,11 +88,15 @@ def _reproduce(plan: Plan, asked: _Asked) -> None:
     for line in workload.notes:
         say(console, f"  note: {line}")
     target = asked.out or Path("runs") / f"{plan.name}-{asked.workload}"
+    written: list[Path] = []
+
+    def write(results: Results) -> None:
+        written.extend(write_outputs(plan, columns_of({workload.title: results}), results, target))
+
     with ShowTraining(console) as show:
-        results = experiment.run(target, resume=asked.resume, show=show, show_bars=console.is_terminal)
+        results = experiment.run(target, resume=asked.resume, show=show, show_bars=console.is_terminal, write=write)
     if not is_rank_0():
         return
-    written = write_outputs(plan, columns_of({workload.title: results}), results, target)
     console.print(results)
     if asked.probes:
         console.print(Results.load(target / "probes.json"))

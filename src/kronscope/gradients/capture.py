@@ -162,7 +162,8 @@ class Recorder:
                 f"max_samples={max_samples} is divided over {self.processes.world_size} processes; each needs one at "
                 "least."
             )
-        return len(self.processes.share_of(max_samples))
+        share = self.processes.share_of(max_samples)
+        return share.stop - share.start  # len() ends at the machine's largest number
 
     def remainders(self, most: int) -> Tensor:
         """Say how much of the output Hessians remains when the largest exact columns are taken out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +44,16 @@ def parse_budget(budget: int | float | str | None, device: torch.device | None =
             total = 3 * _MOST_BY_DEFAULT
         limits = [limit for limit in (container_limit(), total) if limit is not None]
         return max(1, min(min(limits) // 3, _MOST_BY_DEFAULT))
+    wanted = f"memory_budget must be bytes or a text like '2GiB', got {budget!r}"
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", budget.lower())
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)i?b?\s*", budget.lower())
         if match is None:
-            raise OptionError(f"memory_budget must be bytes or a text like '2GiB', got {budget!r}.")
+            raise OptionError(f"{wanted}.")
         budget = float(match[1]) * _UNITS[match[2]]
-    if not budget > 0:
-        raise OptionError(f"memory_budget must be positive, got {budget}.")
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise OptionError(f"{wanted}.")
+    if not 0 < budget < math.inf:
+        raise OptionError(f"memory_budget must be positive and finite, got {budget}.")
     return int(budget)
 
 

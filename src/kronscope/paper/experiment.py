@@ -62,6 +62,7 @@ class Experiment:
         show: Callable[[Event], object] = lambda event: None,
         show_bars: bool = True,
         distributed: bool | ProcessGroup | None = None,
+        write: Callable[[Results], object] = lambda results: None,
     ) -> Results:
         """Train and measure; the folder then holds config, environment, metrics, checkpoints and ``results.json``.
 
@@ -76,6 +77,7 @@ class Experiment:
             distributed: With torch.distributed initialised, every process calls this: all train alike, each measures
                 its part of the samples and keeps its part of the history, rank 0 has the folder. None infers that,
                 False works on this process alone.
+            write: Called with the results on rank 0, to write more files while nobody else may write to the folder.
 
         Returns:
             All rows: Gauss–Newton at each measured step, Adagrad at each but the first.
@@ -89,7 +91,10 @@ class Experiment:
         with Run.start(folder, self.config, resume=resume, lacks=lacks, processes=processes) as run:
             if not run.done:
                 self._conduct(run, show, show_bars)
-            return processes.on_rank_0(lambda: self._results(run))
+            results = processes.on_rank_0(lambda: self._results(run))
+            if processes.rank == 0:
+                write(results)
+            return results
 
     def _results(self, run: Run) -> Results:
         try:
