@@ -91,10 +91,12 @@ class Spectrum:
         Values and vectors are of the matrix's type. Eigenvalues below 1e-6 of the largest are rounding, and zero.
         """
         size = float(matrix.abs().max()) or 1.0
+        # with many rows of zeros, as an embedding has, LAPACK's float32 often gives up or returns NaN; float64 does not
         try:
             found = cls.of((matrix / size).float(), _NARROW_CUTOFF)
         except RuntimeError:
-            # LAPACK's float32 gives up on most matrices with many rows of zeros, as an embedding has; float64 does not
+            return cls.of(matrix, _NARROW_CUTOFF)
+        if not bool(torch.isfinite(found.vectors.sum() + found.values.sum())):
             return cls.of(matrix, _NARROW_CUTOFF)
         return cls(found.values.to(matrix) * size, found.vectors.to(matrix))
 
