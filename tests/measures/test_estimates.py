@@ -313,3 +313,9 @@ def test_a_remainder_next_to_nothing_is_an_error_bar_next_to_nothing() -> None:
     columns._random_sums.zero_()
     variances = columns._variances(1.0, 1e-95 * torch.randn(10, 6, dtype=torch.float64), range(6))
     assert 0 < estimates._stderr([variances]) < 1e-90
+
+
+def test_an_estimate_without_an_error_bar_is_not_shown_as_if_it_were_exact() -> None:
+    found = checked(0.9, math.nan)
+    assert math.isnan(found.value)
+    assert "no error bar" in found.note

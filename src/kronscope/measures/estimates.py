@@ -343,8 +343,10 @@ def _widened(freedom: float) -> float:
 
 def checked(value: float, stderr: float) -> Estimate:
     """An estimate that is a cosine, or NaN with what to do about it."""
-    if math.isnan(value) or math.isnan(stderr):
+    if math.isnan(value):
         return Estimate(value, stderr)
+    if math.isnan(stderr):  # without an error bar it would be taken for exact
+        return Estimate(math.nan, stderr, "the random columns give no error bar; use more samples, or more accuracy")
     if stderr >= abs(value) or value < 0 or value - 3 * stderr > 1:
         return Estimate(
             math.nan,
