@@ -1,7 +1,8 @@
 """How often two standard errors cover the exact cosine where the truth is estimated from some columns.
 
 Small classifiers of one or several tokens, over the number of classes, the confidence of the model, and whether one
-sample or many carry the curvature. Each repetition draws other random columns for the same samples.
+sample or many carry the curvature. Each repetition draws other random columns for the same samples. Exact values come
+from the exact columns, or where these are very many (and then without K-FAC) from the matrix itself, by Jacobians.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacfwd
 
 import kronscope as ks
-from kronscope import approx
+from kronscope import GradientStream, approx
 from kronscope.gradients import Recorder, resolve_layers
 from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.measures.columns import TruthColumns
@@ -28,6 +30,8 @@ from kronscope.measures.options import MeasureOptions
 RECORD = Path(__file__).parent / "records" / "column_coverage.json"
 NAMES = ("optimal", "shampoo2", "shampoo", "kfac-reduce")
 LAYER = "inner.weight"
+# Exact columns of a sample above which the matrix itself is computed.
+MANY = 5000
 
 
 class Classifier(nn.Module):
@@ -45,7 +49,9 @@ class Classifier(nn.Module):
         return outputs
 
 
-def problem(tokens: int, confidence: float, classes: int, few: bool, samples: int = 12) -> Recorder:
+def problem(
+    tokens: int, confidence: float, classes: int, few: bool, samples: int = 12
+) -> tuple[Recorder, nn.Module, Tensor]:
     """A model whose mean largest probability is ``confidence``; with ``few``, all samples but one are much surer."""
     torch.manual_seed(0)
     model = Classifier(classes).double()
@@ -65,16 +71,39 @@ def problem(tokens: int, confidence: float, classes: int, few: bool, samples: in
         with torch.no_grad():
             reached = float(model(at(middle)).softmax(1).amax(1).mean())
         low, high = (middle, high) if reached < confidence else (low, middle)
-    return Recorder(model, nn.CrossEntropyLoss(), [(at(low), targets)], resolve_layers(model, [LAYER]))
+    given = at(low)
+    return Recorder(model, nn.CrossEntropyLoss(), [(given, targets)], resolve_layers(model, [LAYER])), model, given
 
 
-def cell(recorder: Recorder, repetitions: int) -> list[dict[str, Any]]:
+def exact_stream(recorder: Recorder, model: nn.Module, inputs: Tensor) -> GradientStream:
+    """Gradients that have the exact matrix, up to its scale."""
+    if recorder.exact_columns <= MANY:
+        return recorder.streams("exact")[LAYER]
+    weight = model.get_parameter(LAYER).detach()
+
+    def outputs(weight: Tensor, inputs: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, {LAYER: weight}, (inputs,))
+        return found
+
+    matrix = torch.zeros(weight.numel(), weight.numel(), dtype=torch.float64)
+    for sample in inputs.split(1):
+        slopes = jacfwd(outputs)(weight, sample)[0].flatten(2)  # (classes, tokens, weights)
+        chances = outputs(weight, sample)[0].detach().softmax(0)
+        scaled = (slopes * chances.sqrt().unsqueeze(2)).flatten(0, 1)
+        means = (slopes * chances.unsqueeze(2)).sum(0)
+        matrix += scaled.T @ scaled - means.T @ means
+    # optimal, shampoo2 and shampoo depend on the matrix alone, and any gradients that have it will do
+    values, vectors = torch.linalg.eigh(matrix)
+    grads = vectors.T * values.clamp_min(0).sqrt().unsqueeze(1)
+    return GradientStream.from_tensors(grads.view(-1, *weight.shape))
+
+
+def cell(recorder: Recorder, model: nn.Module, inputs: Tensor, repetitions: int) -> list[dict[str, Any]]:
     """Estimate again and again, and compare with the exact values."""
     options = MeasureOptions([ks.Fit()], max_columns=1 if recorder.exact_columns > 16 else None)
     columns = TruthColumns(options, recorder, 100).of(16)
-    exact = recorder.streams("exact")[LAYER]
+    exact = exact_stream(recorder, model, inputs)
     moment = ks.SecondMoment(exact)
-    # with very many columns whole gradients are captured, of which K-FAC cannot be made
     names = NAMES if isinstance(next(iter(exact)), FactoredAtoms) else NAMES[:3]
     rows: list[dict[str, Any]] = [
         {"approximation": name, "exact": ks.cosine(moment, approx.get(name).fit(exact))} for name in names
@@ -121,7 +150,7 @@ def main() -> None:
         if confidence <= 1 / classes:
             continue
         where = {"tokens": tokens, "classes": classes, "confidence": confidence, "few samples carry it": few}
-        for row in cell(problem(tokens, confidence, classes, few), args.repetitions):
+        for row in cell(*problem(tokens, confidence, classes, few), args.repetitions):
             cells.append({**where, **row})
             print(json.dumps(cells[-1]), flush=True)
     content = {
