@@ -35,6 +35,8 @@ _MANY_PAIRS = 2e13
 # starts with that, at least and at most so many of each sample, and goes on to as many of each.
 _FOR_ONE_PERCENT = 180
 _FIRST_COLUMNS, _MOST_COLUMNS = (FEWEST_RANDOM, 16), 256
+# So many random columns are never all alike, or hardly ever.
+_NOT_ALIKE = 8
 # Fewer label draws than this say too little about how they vary when one is left out.
 _FEW_DRAWS = 5
 
@@ -207,7 +209,9 @@ class TruthColumns:
         """
         if self._left is None:
             self._left = self._recorder.remainders(min(_MOST_COLUMNS, self._exact))
-        most = min(count - max(FEWEST_RANDOM, count // 4), len(self._left) - 1)
+        # where one pair of columns makes up the remainder, its random sums are two numbers, and so few of them may agree
+        random = max(FEWEST_RANDOM, min(_NOT_ALIKE, count // 2), count // 4)
+        most = min(count - random, len(self._left) - 1)
         return self._left[: most + 1]
 
 
