@@ -209,7 +209,7 @@ class TruthColumns:
         """
         if self._left is None:
             self._left = self._recorder.remainders(min(_MOST_COLUMNS, self._exact))
-        # where one pair of columns makes up the remainder, its random sums are two numbers, and so few of them may agree
+        # where one pair of columns makes up the remainder, its random sums are two numbers, and a few of them may agree
         random = max(FEWEST_RANDOM, min(_NOT_ALIKE, count // 2), count // 4)
         most = min(count - random, len(self._left) - 1)
         return self._left[: most + 1]
