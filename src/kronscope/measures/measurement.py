@@ -321,7 +321,7 @@ class Measurement:
         if columns.mixed:
             columns = self.choice.most()
         if columns.mixed:
-            made_of = f"{columns.fixed} exact and {columns.draws} random columns"
+            made_of = f"{columns.fixed} exact and {columns.draws} random columns a sample"
             self._say([f"{recorder.exact_columns} exact columns per sample are too many: estimated from {made_of}"])
         size = columns.plan(recorder)[0].bytes * recorder.most_samples
         bar.begin("gradients of one layer", recorder.own_samples)
@@ -383,7 +383,7 @@ class Measurement:
         if self.options.leading_eigenvalue:
             reason = why_no_eigenvalue(truth, population=self.options.population)
             self.facts.setdefault("leading eigenvalue", {})[name] = f"left out: {reason}" if reason else "to 1e-4"
-        note = f"truth from {columns.fixed} exact and {columns.draws} random columns" if columns.mixed else ""
+        note = f"truth from {columns.fixed} exact and {columns.draws} random columns a sample" if columns.mixed else ""
         for record in self.fits:
             made_of = self.columns.of(record.fit)
             streams = LayerStreams(
