@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -16,8 +17,13 @@ import torch
 
 from tests.report.chromium import NAMES, Browser, browser, find_browser
 
+# Imported by the process that forks, for what it does.
+collect_ignore = ["preloaded.py"]
 # Tests are many small products, which two threads only slow down; and they run in several processes anyway.
 torch.set_num_threads(1)
+# Half a million objects come with the imports and stay: looking for garbage among them takes a third
+# of the time that collecting tests takes.
+gc.disable()
 # Shells start what runs in the background with Ctrl-C ignored; tests interrupt themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,9 +37,20 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=1000,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
 
 
-# Tests that start several processes of their own: one worker of a parallel run takes them all, so that their pools
-# do not run beside each other.
-_WITH_PROCESSES = ("tests/optim/parallel/", "tests/distributed/")
+# Tests that start processes of their own: one worker of a parallel run takes them all, so that their pools do not run
+# beside each other, and the imports of the process that forks (`tests/forked.py`) are paid for once.
+_WITH_PROCESSES = (
+    "tests/optim/parallel/",
+    "tests/distributed/",
+    "tests/gradients/test_history_resume.py::test_a_killed",
+    "tests/gradients/test_history_safety.py::test_a_killed",
+    "tests/paper/test_experiment.py::test_a_run_killed",
+    "tests/paper/test_training.py::test_a_run_killed",
+    "tests/runs/test_measurement.py::",
+    "tests/runs/test_run.py::",
+    "tests/test_examples.py::",
+    "tests/watching/test_killed.py::",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,6 +130,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")
     with browser(tmp_path_factory.mktemp("profile"), executable) as found:
         yield found
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

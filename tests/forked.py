@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 # Imported by the process that forks, which does nothing else.
-_PRELOADED = (
+PRELOADED = (
     "torch",
     "torch._dynamo",  # by the first optimizer that is made
     "torch.distributed.checkpoint",
@@ -43,7 +43,8 @@ def forking() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    # the first imports all the others, where tests are run in the project's folder
+    context.set_forkserver_preload(["tests.preloaded", *PRELOADED])
     # One thread: forking is safe only in a process that has no others.
     alone = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     with mock.patch.dict(os.environ, {**alone, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}):

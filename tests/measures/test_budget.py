@@ -106,18 +106,22 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
         data = [(torch.randn(40, 3, 12, 12), torch.randint(5, (40,)))]
         model(data[0][0])
     elif kind == "tokens":
-        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Flatten(), nn.Linear(480, 5))
-        data = [(torch.randn(40, 12, 24), torch.randint(5, (40,)))]
+        model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20), nn.Flatten(), nn.Linear(240, 5))
+        data = [(torch.randn(20, 12, 12), torch.randint(5, (20,)))]
     else:
-        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 60))
-        data = [(torch.randn(40, 24), torch.randint(60, (40,)))]
-        columns = 16
+        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 30))
+        data = [(torch.randn(20, 24), torch.randint(30, (20,)))]
+        columns = 8
     layers = ["0.weight", "2.weight"]
     loss = nn.CrossEntropyLoss()
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
     much = ks.measure(model, loss, data, layers, progress=False, max_columns=columns)
+    once = len(passes)
     # hardly more than the factors of the larger layer take
     little = 1.3 * max(layer_bytes((row.rows, row.cols)) for row in much)
     few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), max_columns=columns)
+    assert len(passes) > 10 * once
     for row, other in zip(much, few, strict=True):
         assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if columns else 1e-10)
 
