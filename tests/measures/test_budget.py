@@ -106,11 +106,12 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
         data = [(torch.randn(40, 3, 12, 12), torch.randint(5, (40,)))]
         model(data[0][0])
     elif kind == "tokens":
-        model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20), nn.Flatten(), nn.Linear(240, 5))
-        data = [(torch.randn(20, 12, 12), torch.randint(5, (20,)))]
+        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Flatten(), nn.Linear(480, 5))
+        data = [(torch.randn(40, 12, 24), torch.randint(5, (40,)))]
     else:
         model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 30))
-        data = [(torch.randn(20, 24), torch.randint(30, (20,)))]
+        # so many samples that they are cut into chunks, each of which must find its own random numbers
+        data = [(torch.randn(40, 24), torch.randint(30, (40,)))]
         columns = 8
     layers = ["0.weight", "2.weight"]
     loss = nn.CrossEntropyLoss()
