@@ -5,13 +5,14 @@
     python benchmarks/optim_training.py report [--out benchmarks/records/optim_training]
 
 Workloads: `cifar` (CIFAR-10, a small ResNet), `chars` (tiny-shakespeare, a character GPT of 2 layers and width 128),
-`mnist` (an MLP), `digits` (an MLP on scikit-learn's digits). Each run is one JSON file, named by all that decides it,
-with the validation loss against steps and seconds; runs whose file exists are not repeated, so an interrupted sweep
-goes on where it stopped. Seconds are those of training only. Every optimizer gets the same learning rates, the same
-batches and the same schedule (constant, then a linear fall over the last fifth). `report` prints, for each workload and
-optimizer, the best learning rate by the final loss of the first seed, the mean over all seeds there, and the steps and
-seconds to AdamW's mean final loss, and draws the curves. So a sweep needs all learning rates for the first seed, and
-the best of them for the others.
+`mnist` (an MLP), `cnn` (MNIST, two convolutions and a layer of 128 x 1568), `vit` (CIFAR-10, a transformer of 3 layers
+and width 96 on patches), `autoencoder` (MNIST, a regression through 16 numbers), `digits` (an MLP on scikit-learn's
+digits). Each run is one JSON file, named by all that decides it, with the validation loss against steps and seconds;
+runs whose file exists are not repeated, so an interrupted sweep goes on where it stopped. Seconds are those of training
+only. Every optimizer gets the same learning rates, the same batches and the same schedule (constant, then a linear fall
+over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by the final loss of the
+first seed, the mean over all seeds there, and the steps and seconds to AdamW's mean final loss, and draws the curves.
+So a sweep needs all learning rates for the first seed, and the best of them for the others: `run --best` makes these.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import gzip
 import json
 import lzma
+import math
 import os
 import platform
 import statistics
@@ -38,6 +40,7 @@ from torch.nn import functional
 from kronscope.optim import SOAP, Graft, KLShampoo, Norm, Shampoo, Trace, Warmup, param_groups
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 # --- workloads ------------------------------------------------------------------------------------------------------
@@ -128,6 +131,33 @@ def small_resnet() -> nn.Module:
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+def wide_cnn() -> nn.Module:
+    first = [nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*first, *second, nn.Linear(1568, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class ViT(nn.Module):
+    """A transformer on patches of 4 x 4 pixels."""
+
+    def __init__(self, width: int = 96, layers: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.positions = nn.Parameter(0.02 * torch.randn(64, width))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures (batch, 3, 32, 32) to logits."""
+        tokens = self.patches(x).flatten(2).mT + self.positions
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(self.norm(tokens).mean(1))  # type: ignore[no-any-return]
+
+
 def mlp(widths: Sequence[int] = (784, 256, 128, 10)) -> nn.Module:
     layers = [[nn.Linear(before, after), nn.ReLU()] for before, after in pairwise(widths)]
     return nn.Sequential(nn.Flatten(), *[module for pair in layers for module in pair][:-1])
@@ -141,7 +171,10 @@ def shuffled(x: Tensor, y: Tensor, batch: int, seed: int) -> Batches:
                 yield x[index], y[index]
 
 
-def load_chars(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+Loaded = tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]
+
+
+def load_chars(folder: Path) -> Loaded:
     text = (folder / "text" / "tinyshakespeare.txt").read_text()
     letters = sorted(set(text))
     data = torch.tensor([letters.index(letter) for letter in text])
@@ -161,7 +194,7 @@ def load_chars(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], B
     return lambda: CharGPT(len(letters)), batches, [windows(held, part) for part in fixed.split(64)]
 
 
-def load_cifar(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+def load_cifar(folder: Path, build: Callable[[], nn.Module] = small_resnet, batch: int = 128) -> Loaded:
     def read(name: str) -> tuple[Tensor, Tensor]:
         with lzma.open(folder / "cifar10" / f"{name}.bin.xz") as file:
             rows = np.frombuffer(file.read(), np.uint8).reshape(-1, 3073)
@@ -172,10 +205,10 @@ def load_cifar(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], B
     x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     test = read("test_batch")
     held = list(zip(test[0][:2000].split(1000), test[1][:2000].split(1000), strict=True))
-    return small_resnet, lambda seed: shuffled(x, y, 128, seed), held
+    return build, lambda seed: shuffled(x, y, batch, seed), held
 
 
-def load_mnist(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+def load_mnist(folder: Path, build: Callable[[], nn.Module] = mlp) -> Loaded:
     def read(name: str, header: int) -> Tensor:
         with gzip.open(folder / "mnist" / f"{name}-ubyte.gz") as file:
             raw = file.read()
@@ -183,10 +216,16 @@ def load_mnist(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], B
 
     x, y = read("train-images-idx3", 16).view(-1, 784).float() / 128 - 1, read("train-labels-idx1", 8).long()
     tx, ty = read("t10k-images-idx3", 16).view(-1, 784).float() / 128 - 1, read("t10k-labels-idx1", 8).long()
-    return mlp, lambda seed: shuffled(x, y, 128, seed), list(zip(tx.split(2000), ty.split(2000), strict=True))
+    return build, lambda seed: shuffled(x, y, 128, seed), list(zip(tx.split(2000), ty.split(2000), strict=True))
 
 
-def load_digits(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], Batches], list[tuple[Tensor, Tensor]]]:
+def load_autoencoder(folder: Path) -> Loaded:
+    _, batches, held = load_mnist(folder)
+    build = lambda: mlp((784, 256, 64, 16, 64, 256, 784))  # noqa: E731
+    return build, lambda seed: ((x, x) for x, _ in batches(seed)), [(x, x) for x, _ in held]
+
+
+def load_digits(folder: Path) -> Loaded:
     from sklearn.datasets import load_digits as load  # type: ignore[import-untyped]
 
     x, y = load(return_X_y=True)
@@ -194,8 +233,17 @@ def load_digits(folder: Path) -> tuple[Callable[[], nn.Module], Callable[[int], 
     return lambda: mlp((64, 128, 128, 10)), lambda seed: shuffled(x[:1200], y[:1200], 64, seed), [(x[1200:], y[1200:])]
 
 
-WORKLOADS = {"chars": load_chars, "cifar": load_cifar, "digits": load_digits, "mnist": load_mnist}
-STEPS = {"chars": 250, "cifar": 200, "digits": 400, "mnist": 300}
+WORKLOADS: dict[str, Callable[[Path], Loaded]] = {
+    "chars": load_chars,
+    "cifar": load_cifar,
+    "digits": load_digits,
+    "mnist": load_mnist,
+    "cnn": lambda folder: load_mnist(folder, wide_cnn),
+    "vit": lambda folder: load_cifar(folder, ViT, 64),
+    "autoencoder": load_autoencoder,
+}
+STEPS = {"chars": 250, "cifar": 200, "digits": 400, "mnist": 300, "cnn": 150, "vit": 250, "autoencoder": 400}
+LOSSES = {"autoencoder": functional.mse_loss}
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------
@@ -309,6 +357,13 @@ def distributed_shampoo(folder: str) -> Callable[[nn.Module, float], Any]:
     )
 
 
+def published_soap(folder: str) -> Callable[[nn.Module, float], Any]:
+    sys.path.insert(0, folder)
+    import soap  # type: ignore[import-not-found]
+
+    return lambda model, lr: soap.SOAP(model.parameters(), lr=lr, betas=(0.95, 0.95), weight_decay=0.0)
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,37 +372,41 @@ def schedule(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, held: list[tuple[Tensor, Tensor]]) -> float:
+def validate(model: nn.Module, held: list[tuple[Tensor, Tensor]], loss: Loss) -> float:
     model.eval()
-    total = sum(functional.cross_entropy(model(x), y).item() * len(y) for x, y in held)
+    total = sum(loss(model(x), y).item() * len(y) for x, y in held)
     model.train()
     return total / sum(len(y) for _, y in held)
 
 
-def train(workload: Any, make: Callable[[nn.Module, float], Any], lr: float, seed: int, steps: int) -> dict[str, Any]:
+def train(
+    workload: Loaded, loss: Loss, make: Callable[[nn.Module, float], Any], lr: float, seed: int, steps: int
+) -> dict[str, Any]:
     build, batches, held = workload
     torch.manual_seed(seed)
     model = build()
     optimizer = make(model, lr)
     stream = batches(seed)
     curve: list[list[float]] = []
-    seconds = cpu = 0.0
+    seconds = cpu = inside = 0.0
     for step in range(1, steps + 1):
         x, y = next(stream)
         before = time.perf_counter(), time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = lr * schedule(step - 1, steps)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
+        loss(model(x), y).backward()
+        began = time.process_time()
         optimizer.step()
+        inside += time.process_time() - began
         seconds += time.perf_counter() - before[0]
         cpu += time.process_time() - before[1]
         if step % 10 == 0 or step == steps:
-            curve.append([step, validate(model, held), seconds, cpu])
+            curve.append([step, validate(model, held, loss), seconds, cpu, inside])
             if not np.isfinite(curve[-1][1]):
                 break
-    return {"columns": ["step", "validation loss", "seconds", "cpu seconds"], "curve": curve, "final": curve[-1][1]}
+    columns = ["step", "validation loss", "seconds", "cpu seconds", "optimizer's cpu seconds"]
+    return {"columns": columns, "curve": curve, "final": curve[-1][1]}
 
 
 def environment() -> dict[str, Any]:
@@ -360,22 +419,25 @@ def run(args: argparse.Namespace) -> None:
     registry = dict(OPTIMIZERS)
     if args.distributed_shampoo:
         registry["distributed-shampoo"] = distributed_shampoo(args.distributed_shampoo)
+    if args.published_soap:
+        registry["soap-published"] = published_soap(args.published_soap)
     for workload in args.workloads:
-        loaded = WORKLOADS[workload](args.data_dir)
+        loaded, loss = WORKLOADS[workload](args.data_dir), LOSSES.get(workload, functional.cross_entropy)
         steps = args.steps or STEPS[workload]
+        best = chosen(by_optimizer(records_in(args.out), workload)) if args.best else {}
         for seed in args.seeds:
             for lr in args.lrs:
                 for name in args.optimizers:
                     path = args.out / f"{workload}-{name}-lr{lr:g}-seed{seed}-steps{steps}.json"
-                    if path.exists():
+                    if path.exists() or (args.best and best[name][0] != lr):
                         continue
                     key = {"workload": workload, "optimizer": name, "lr": lr, "seed": seed, "steps": steps}
-                    record = {**key, **train(loaded, registry[name], lr, seed, steps), "environment": environment()}
+                    found = train(loaded, loss, registry[name], lr, seed, steps)
                     scratch = path.with_suffix(".part")
-                    scratch.write_text(json.dumps(record) + "\n")
+                    scratch.write_text(json.dumps({**key, **found, "environment": environment()}) + "\n")
                     os.replace(scratch, path)
-                    last = record["curve"][-1]
-                    print(f"{path.stem}: {record['final']:.4f} ({last[3]:.0f} s of CPU)", flush=True)
+                    last = found["curve"][-1]
+                    print(f"{path.stem}: {found['final']:.4f} ({last[3]:.0f} s, {last[4]:.0f} in it)", flush=True)
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
@@ -385,19 +447,42 @@ def reached(curve: list[list[float]], target: float, column: int) -> float:
     return next((row[column] for row in curve if row[1] <= target), float("inf"))
 
 
+Table = dict[str, dict[float, list[dict[str, Any]]]]
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*-seed*.json"))]
+
+
+def by_optimizer(records: list[dict[str, Any]], workload: str) -> Table:
+    """Return one workload's runs by optimizer and learning rate."""
+    table: Table = {}
+    for record in records:
+        if record["workload"] == workload:
+            table.setdefault(record["optimizer"], {}).setdefault(record["lr"], []).append(record)
+    return table
+
+
+def chosen(table: Table) -> dict[str, tuple[float, list[dict[str, Any]]]]:
+    """Return each optimizer's best learning rate by the final loss of the first seed, and the runs with it."""
+    first = min(run["seed"] for by_lr in table.values() for runs in by_lr.values() for run in runs)
+
+    def final(item: tuple[float, list[dict[str, Any]]]) -> float:
+        # a run that ended with NaN is the worst
+        return min(run["final"] if math.isfinite(run["final"]) else math.inf for run in item[1] if run["seed"] == first)
+
+    return {
+        name: min(((lr, runs) for lr, runs in by_lr.items() if any(run["seed"] == first for run in runs)), key=final)
+        for name, by_lr in table.items()
+    }
+
+
 def report(args: argparse.Namespace) -> None:
-    records = [json.loads(path.read_text()) for path in sorted(args.out.glob("*-seed*.json"))]
+    records = records_in(args.out)
     summary: dict[str, Any] = {}
     for workload in sorted({record["workload"] for record in records}):
-        table: dict[str, dict[float, list[dict[str, Any]]]] = {}
-        for record in records:
-            if record["workload"] == workload:
-                table.setdefault(record["optimizer"], {}).setdefault(record["lr"], []).append(record)
-        first = min(record["seed"] for record in records if record["workload"] == workload)
-        best = {
-            name: min(by_lr.items(), key=lambda item: min(r["final"] for r in item[1] if r["seed"] == first))
-            for name, by_lr in table.items()
-        }
+        table = by_optimizer(records, workload)
+        best = chosen(table)
         target = statistics.mean(r["final"] for r in best["adamw"][1]) if "adamw" in best else float("-inf")
         print(f"\n{workload}: AdamW's best final loss {target:.4f}")
         print(
@@ -453,7 +538,9 @@ def main() -> None:
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     running.add_argument("--steps", type=int)
     running.add_argument("--threads", type=int, default=1)
+    running.add_argument("--best", action="store_true", help="only each optimizer's best of the rates, from the record")
     running.add_argument("--distributed-shampoo", metavar="DIR")
+    running.add_argument("--published-soap", metavar="DIR", help="else our own reproduction of it")
     running.add_argument("--out", type=Path, default=default)
     running.set_defaults(command=run)
     reporting = commands.add_parser("report")
