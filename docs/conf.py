@@ -38,7 +38,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"kronscope\.\w+\.\w+.*"),
     ("py:.*", r"(transformers|lightning|hypothesis)\..*"),
-    ("py:class", r"Log|LossFunction|OperatorSource|Refresh|RootSolver|SearchStrategy|tuple\[int"),
+    ("py:class", r"Log|LossFunction|OperatorSource|Refresh|RootSolver|SearchStrategy|Spanned|tuple\[int"),
 ]
 
 # --- pages
