@@ -21,6 +21,8 @@ _ORDER = (
     "ddp",
     "fsdp2",
 )
+# of examples that draw nothing themselves
+_THUMBNAILS = {"watch_gpt.py": "images/watching/watch-middle.png"}
 _HEAD = """Gallery
 =======
 
@@ -35,6 +37,8 @@ def staged_examples(source: Path, target: Path) -> Path:
     # pictures of an earlier build would be shown before the code that draws them
     shutil.rmtree(target / "runs", ignore_errors=True)
     scripts = {path.name: path.read_text(encoding="utf-8") for path in source.glob("*.py")}
+    for name, picture in _THUMBNAILS.items():
+        scripts[name] += f'\n# sphinx_gallery_thumbnail_path = "{picture}"\n'
     scripts["GALLERY_HEADER.rst"] = _HEAD
     for old in target.glob("*.py"):
         if old.name not in scripts:
