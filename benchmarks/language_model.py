@@ -2,6 +2,7 @@
 
     python benchmarks/language_model.py run --data-dir DIR --optimizer adamw [--steps 2400] [--seed 0] --out RUNS
     python benchmarks/language_model.py measure --data-dir DIR RUNS/language-model-* [--steps 100 300] [--judge]
+    python benchmarks/language_model.py explain --data-dir DIR RUNS/language-model-adamw-* [--steps 300 2400]
     python benchmarks/language_model.py collect RUNS        # one record for each run, to benchmarks/records
     python benchmarks/language_model.py summary             # what the records say
 
@@ -15,6 +16,10 @@ columns; the record has their standard errors.
 With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from 32
 columns each, what is fitted is fitted on 16 other windows, and the gradient is that of the next training batch, so that
 nothing is judged by what it was fitted on.
+
+`explain` asks why Shampoo² is far below the optimum for one matrix and not for another: it is one round of power
+iteration from the identity, so it measures further rounds, and how the two largest singular triples (sigma, U, V) of
+the rearranged matrix see the identity: alpha = tr V / sqrt(n) for unit V, which the first round multiplies by sigma.
 
 There is a record of AdamW's run (seed 0, 2,400 steps), without `--judge`; the runs of the other three optimizers have
 not been made.
@@ -45,6 +50,7 @@ RECORDS = Path(__file__).parent / "records" / "language_model"
 CONTEXT, BATCH, RATE, WARMUP, BLOCK = 64, 32, 3e-3, 50, 2
 LAYERS = {name: f"blocks.{BLOCK}.{name}.weight" for name in ("query", "key", "value", "out", "fc1", "fc2")}
 JUDGED = ("query", "fc1")
+EXPLAINED = ("key", "query", "fc1")
 FITS = ("optimal", "shampoo2", "shampoo", "kfac-reduce")
 STEPS_OF = ("optimal", "shampoo2", "shampoo", "diagonal")
 DAMPING = (0.1, 1.0, 10.0)
@@ -206,15 +212,22 @@ def measure(args: argparse.Namespace) -> None:
             if args.steps is not None and step not in args.steps:
                 continue
             load_state(path, model, optimizer)
-            for kind, work in (("cosines", cosines), ("steps", judged)):
-                target = folder / f"{kind}-{step}.json"
-                if target.exists() or (kind == "steps" and (not step or not args.judge)):
+            for kind in wanted(args, step):
+                target, work = folder / f"{kind}-{step}.json", WORK[kind]
+                if target.exists():
                     continue
                 started = time.process_time()
                 rows = work(model, optimizer, text, step, training["seed"])
                 seconds = time.process_time() - started
                 write(target, {"step": step, "rows": rows, "cpu_seconds": seconds})
                 print(f"{folder.name}: {kind} at step {step}, {seconds:.0f} s of CPU", flush=True)
+
+
+def wanted(args: argparse.Namespace, step: int) -> tuple[str, ...]:
+    if args.command == "explain":
+        return ("rounds",)
+    # before the first step no optimizer holds anything
+    return ("cosines", "steps") if args.judge and step else ("cosines",)
 
 
 def cosines(
@@ -276,12 +289,42 @@ def judged(
     return found
 
 
+def explained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, step: int, seed: int
+) -> list[dict[str, Any]]:
+    """Further rounds of power iteration, and the two largest singular triples, for some matrices."""
+    found = []
+    for name in EXPLAINED:
+        batch = [text.random(WINDOWS // 2, 10**6 + 1)]
+        truth = ks.second_moment(model, nn.CrossEntropyLoss(), batch, LAYERS[name], max_columns=32, progress=False)
+        rounds = {
+            str(count): ks.cosine(truth, ks.approx.get("optimal-paper", rounds=count).fit(truth.stream))
+            for count in (1, 2, 3, 5)
+        }
+        triples = ks.approx.singular_triples(truth, 2, tolerance=1e-3, max_rounds=300)
+        alphas = [float(right.trace()) / right.shape[0] ** 0.5 for right in triples.right]
+        found.append(
+            {
+                "layer": name,
+                "cosine after rounds": rounds,
+                "optimal": ks.cosine(truth, ks.approx.get("optimal").fit(truth.stream)),
+                "sigma2 / sigma1": float(triples.sigma[1] / triples.sigma[0]),
+                "alpha": alphas,
+            }
+        )
+        print(f"step {step}: {found[-1]}", flush=True)
+    return found
+
+
+WORK: dict[str, Callable[..., list[dict[str, Any]]]] = {"cosines": cosines, "steps": judged, "rounds": explained}
+
+
 def collect(folder: Path) -> None:
     """One record for each run: its training and all that was measured."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.glob("language-model-*/training.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        for kind in ("cosines", "steps"):
+        for kind in WORK:
             parts = [json.loads(part.read_text(encoding="utf-8")) for part in path.parent.glob(f"{kind}-*.json")]
             record[kind] = sorted(parts, key=lambda part: int(part["step"]))
         rounded = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
@@ -317,11 +360,13 @@ def main() -> None:
     runs.add_argument("--steps", type=int)
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--out", type=Path, default=Path("runs"))
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("runs", nargs="+", type=Path)
-    measuring.add_argument("--data-dir", type=Path, required=True)
-    measuring.add_argument("--steps", nargs="+", type=int)
-    measuring.add_argument("--judge", action="store_true", help="judge steps too")
+    for name in ("measure", "explain"):
+        measuring = commands.add_parser(name)
+        measuring.add_argument("runs", nargs="+", type=Path)
+        measuring.add_argument("--data-dir", type=Path, required=True)
+        measuring.add_argument("--steps", nargs="+", type=int)
+        if name == "measure":
+            measuring.add_argument("--judge", action="store_true", help="judge steps too")
     commands.add_parser("collect").add_argument("runs", type=Path)
     commands.add_parser("summary")
     args = parser.parse_args()
@@ -329,7 +374,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*column.*")
     if args.command == "run":
         run(args)
-    elif args.command == "measure":
+    elif args.command in ("measure", "explain"):
         measure(args)
     elif args.command == "collect":
         collect(args.runs)
