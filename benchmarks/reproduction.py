@@ -287,10 +287,10 @@ class Statement(NamedTuple):
         """Held if it holds at every point, partly if at half of them or more."""
         values = [point.value for record in records for point in self.values(record)]
         if not values:
-            return "not measured"
+            return "–"
         good = sum(value <= self.limit + 1e-9 for value in values)
         word = "held" if good == len(values) else "**partly**" if 2 * good >= len(values) else "**not held**"
-        return f"{word}: {good} of {len(values)}, worst {max(values):.3f}"
+        return f"{word} {good}/{len(values)}, {max(values):.3f}"
 
 
 def pairs(truth: str, low: str, high: str, labels: str | None = None, batch: int = 1) -> Callable[..., list[Point]]:
@@ -366,8 +366,8 @@ def verdicts_table(group: str, truth: str) -> str:
     """Each statement for each network of which there is a record."""
     columns = {title: records for title, names in NETWORKS.items() if (records := there(names))}
     return table(
-        ["statement", "holds at a point if", *columns],
-        ([item.text, item.rule, *(item.verdict(records) for records in columns.values())] for item in STATEMENTS),
+        ["statement, and when it holds at a point", *columns],
+        ([f"{item.text}: *{item.rule}*", *(item.verdict(records) for records in columns.values())] for item in STATEMENTS),
     )
 
 
