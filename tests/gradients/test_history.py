@@ -58,6 +58,7 @@ def test_what_is_recorded_is_a_copy() -> None:
     assert torch.equal(stored(history)[0], run.grads[0])
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")  # LBFGS of torch 2.8
 def test_closures_are_recorded_at_their_first_call() -> None:
     torch.manual_seed(1)
     model = nn.Linear(3, 2, bias=False).double()

@@ -111,7 +111,7 @@ def test_trainer_with_adamw_and_cosines(trainer_runs: ModuleType, tmp_path: Path
     live = [row for row in callback.watch.results if row.approximation == "live"]
     assert len(live) > 10
     assert all(0 < row.cosine <= 1 for row in live)
-    table = pd.read_csv(tmp_path / "watch.csv")
+    table = pd.read_csv(tmp_path / "watch.csv", float_precision="round_trip")
     assert sorted(set(table["step"])) == [2, 4, 6]
     assert any(name.startswith("kronscope/cosine_live/") for name in table["name"])
 
@@ -176,7 +176,7 @@ def test_loggers_take_what_watching_logs(kind: str, tmp_path: Path) -> None:
     wanted = watch.records[-1]["layers"]["update_ratio"][0]
     name = "kronscope/update_ratio/weight"
     if kind == "csv":
-        table = pd.read_csv(tmp_path / "watch.csv").pivot(index="step", columns="name", values="value")
+        table = pd.read_csv(tmp_path / "watch.csv", float_precision="round_trip").pivot(index="step", columns="name", values="value")
         assert table.loc[4, name] == wanted
     elif kind == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -27,6 +27,17 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+def test_setting_it_back_to_none_is_no_device(model_and_data: tuple[nn.Module, Data]) -> None:
+    """torch 2.8 then has no answer to what the default device is."""
+    model, data = model_and_data
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)
+    assert ks.measure(model, nn.CrossEntropyLoss(), data, progress=False)
+    optimizer = ks.Shampoo(model)
+    nn.functional.cross_entropy(model(data[0][0]), data[0][1]).backward()
+    optimizer.step()
+
+
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("options", [{}, {"max_columns": 1}], ids=["exact", "random columns"])
 def test_measuring_does_not_depend_on_it(model_and_data: tuple[nn.Module, Data], options: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronscope.support.default_device import default_device
+
 __all__ = ["has_float64", "host_if_narrow", "on_host_if_missing", "ordinary_tensors", "wide"]
 
 # Device types and functions that were found missing, so that each is tried once.
@@ -71,6 +73,6 @@ def ordinary_tensors() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(mode=False))
             # leaving it enables gradients
             stack.enter_context(torch.no_grad())
-        if torch.get_default_device().type != "cpu":
+        if default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield

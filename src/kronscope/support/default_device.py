@@ -8,15 +8,20 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["host_by_default", "users_default"]
+__all__ = ["default_device", "host_by_default", "users_default"]
 
 _outside: ContextVar[torch.device | None] = ContextVar("_outside", default=None)
+
+
+def default_device() -> torch.device:
+    """Return where new tensors are made (``torch.get_default_device`` of torch 2.8 fails once it was set to None)."""
+    return torch.empty(0).device
 
 
 @contextmanager
 def host_by_default() -> Iterator[None]:
     """Make new tensors on the CPU unless they are told where."""
-    default = torch.get_default_device()
+    default = default_device()
     if default.type == "cpu":
         yield
         return

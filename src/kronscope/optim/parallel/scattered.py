@@ -56,7 +56,7 @@ class Scattered(DTensor):
         holders: The processes, in the order of ``ranges``; None for a tensor that was read from a file.
     """
 
-    _rows: Tensor
+    _local_tensor: Tensor  # DTensor's name for it, by which torch 2.8 stages checkpoints
     _ranges: tuple[Range, ...]
     _rank: int
     _holders: Holders | None
@@ -74,7 +74,7 @@ class Scattered(DTensor):
         made: Scattered = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=rows.dtype, device=rows.device
         )
-        made._rows, made._ranges, made._rank = rows, tuple(tuple(pair) for pair in ranges), rank  # type: ignore[misc]
+        made._local_tensor, made._ranges, made._rank = rows, tuple(tuple(pair) for pair in ranges), rank  # type: ignore[misc]
         made._holders = holders
         return made
 
@@ -86,7 +86,7 @@ class Scattered(DTensor):
     @property
     def rows(self) -> Tensor:
         """The rows of this process."""
-        return self._rows
+        return self._local_tensor
 
     @property
     def row_range(self) -> Range:
@@ -103,7 +103,7 @@ class Scattered(DTensor):
         width = math.prod(self.shape[1:])
         sizes = [width * (stop - start) for start, stop in self._ranges]
         group = self._holders.group
-        pieces = gather_flat(self._rows.reshape(-1), sizes, group, "gathering the optimizer's state")
+        pieces = gather_flat(self._local_tensor.reshape(-1), sizes, group, "gathering the optimizer's state")
         return torch.cat(pieces).view(self.shape)
 
     # --- torch.distributed.checkpoint -----------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Scattered(DTensor):
         chunk = self._chunk()
         if chunk is None:
             return []
-        properties = TensorProperties.create_from_tensor(self._rows)
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
         data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
@@ -133,7 +133,7 @@ class Scattered(DTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return where it is read to and written from."""
-        return self._rows
+        return self._local_tensor
 
     # --- standing for a replicated DTensor ------------------------------------------------------------------------
 
@@ -160,11 +160,11 @@ class Scattered(DTensor):
         if isinstance(source, Scattered):
             if source.row_range != self.row_range or source.shape != self.shape:
                 raise StateError("a scattered state tensor can be copied only from one with the same rows.")
-            self._rows.copy_(source._rows, non_blocking=non_blocking)
+            self._local_tensor.copy_(source._local_tensor, non_blocking=non_blocking)
         else:
             start, stop = self.row_range
             if stop > start:
-                self._rows.copy_(source[start:stop] if self.ndim else source, non_blocking=non_blocking)
+                self._local_tensor.copy_(source[start:stop] if self.ndim else source, non_blocking=non_blocking)
         return self
 
     def _with(self, rows: Tensor) -> Scattered:
@@ -172,30 +172,30 @@ class Scattered(DTensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Scattered:
         """Return it with its rows moved or cast."""
-        return self._with(self._rows.to(*args, **kwargs))
+        return self._with(self._local_tensor.to(*args, **kwargs))
 
     def cpu(self, *args: Any, **kwargs: Any) -> Scattered:
         """Return it with its rows on the CPU."""
-        return self._with(self._rows.cpu())
+        return self._with(self._local_tensor.cpu())
 
     def new_empty(self, *size: Any, **kwargs: Any) -> Scattered:
         """Return one without rows, for those who copy its attributes afterwards."""
-        return self._with(self._rows.new_empty(0, **kwargs))
+        return self._with(self._local_tensor.new_empty(0, **kwargs))
 
     def clone(self, **kwargs: Any) -> Scattered:
         """Return it with its rows copied."""
-        return self._with(self._rows.clone())
+        return self._with(self._local_tensor.clone())
 
     def detach(self) -> Scattered:
         """Return it, sharing its rows."""
-        return self._with(self._rows.detach())
+        return self._with(self._local_tensor.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # files know neither meshes nor groups
-        return Scattered, (self._rows, tuple(self.shape), self._ranges, self._rank)
+        return Scattered, (self._local_tensor, tuple(self.shape), self._ranges, self._rank)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Scattered(shape={tuple(self.shape)}, rows={self.row_range}, dtype={self.dtype})"
