@@ -4,15 +4,16 @@
         --lrs 0.001 0.003 0.01 --seeds 0 1 2 [--steps 250] [--out benchmarks/records/optim_training]
     python benchmarks/optim_training.py report [--out benchmarks/records/optim_training]
 
-Workloads: `cifar` (CIFAR-10, a small ResNet), `chars` (tiny-shakespeare, a character GPT of 2 layers and width 128),
-`mnist` (an MLP), `cnn` (MNIST, two convolutions and a layer of 128 x 1568), `vit` (CIFAR-10, a transformer of 3 layers
-and width 96 on patches), `autoencoder` (MNIST, a regression through 16 numbers), `digits` (an MLP on scikit-learn's
-digits). Each run is one JSON file, named by all that decides it, with the validation loss against steps and seconds;
-runs whose file exists are not repeated, so an interrupted sweep goes on where it stopped. Seconds are those of training
-only. Every optimizer gets the same learning rates, the same batches and the same schedule (constant, then a linear fall
-over the last fifth). `report` prints, for each workload and optimizer, the best learning rate by the final loss of the
-first seed, the mean over all seeds there, and the steps and seconds to AdamW's mean final loss, and draws the curves.
-So a sweep needs all learning rates for the first seed, and the best of them for the others: `run --best` makes these.
+Workloads: `cifar` (CIFAR-10, a small ResNet), `resnet` (the same with batches of 64), `chars` (tiny-shakespeare, a
+character GPT of 2 layers and width 128), `vit` (CIFAR-10, a transformer of 3 layers and width 96 on patches), `mnist`
+(an MLP), `cnn` (MNIST, two convolutions and a layer of 128 x 1568), `autoencoder` (MNIST, a regression through 16
+numbers), `digits` (an MLP on scikit-learn's digits). Each run is one JSON file, named by all that decides it, with the
+validation loss against steps and seconds; runs whose file exists are not repeated, so an interrupted sweep goes on
+where it stopped. Seconds are those of training only. Every optimizer gets the same learning rates, the same batches and
+the same schedule (constant, then a linear fall over the last fifth). `report` prints, for each workload and optimizer,
+the best learning rate by the final loss of the first seed, the mean over all seeds there, and the steps and seconds to
+AdamW's mean final loss, and draws the curves. So a sweep needs all learning rates for the first seed, and the best of
+them for the others: `run --best` makes these.
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ def load_chars(folder: Path) -> Loaded:
     return lambda: CharGPT(len(letters)), batches, [windows(held, part) for part in fixed.split(64)]
 
 
-def load_cifar(folder: Path, build: Callable[[], nn.Module] = small_resnet, batch: int = 128) -> Loaded:
+def load_cifar(
+    folder: Path, build: Callable[[], nn.Module] = small_resnet, batch: int = 128, held_out: int = 2000
+) -> Loaded:
     def read(name: str) -> tuple[Tensor, Tensor]:
         with lzma.open(folder / "cifar10" / f"{name}.bin.xz") as file:
             rows = np.frombuffer(file.read(), np.uint8).reshape(-1, 3073)
@@ -204,7 +207,7 @@ def load_cifar(folder: Path, build: Callable[[], nn.Module] = small_resnet, batc
     parts = [read(f"data_batch_{i}") for i in range(1, 6)]
     x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     test = read("test_batch")
-    held = list(zip(test[0][:2000].split(1000), test[1][:2000].split(1000), strict=True))
+    held = list(zip(test[0][:held_out].split(1000), test[1][:held_out].split(1000), strict=True))
     return build, lambda seed: shuffled(x, y, batch, seed), held
 
 
@@ -239,10 +242,20 @@ WORKLOADS: dict[str, Callable[[Path], Loaded]] = {
     "digits": load_digits,
     "mnist": load_mnist,
     "cnn": lambda folder: load_mnist(folder, wide_cnn),
-    "vit": lambda folder: load_cifar(folder, ViT, 64),
+    "resnet": lambda folder: load_cifar(folder, small_resnet, 64, 1000),
+    "vit": lambda folder: load_cifar(folder, ViT, 64, 1000),
     "autoencoder": load_autoencoder,
 }
-STEPS = {"chars": 250, "cifar": 200, "digits": 400, "mnist": 300, "cnn": 150, "vit": 250, "autoencoder": 400}
+STEPS = {
+    "chars": 250,
+    "cifar": 200,
+    "digits": 400,
+    "mnist": 300,
+    "cnn": 150,
+    "resnet": 200,
+    "vit": 250,
+    "autoencoder": 400,
+}
 LOSSES = {"autoencoder": functional.mse_loss}
 
 

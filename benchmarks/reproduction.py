@@ -367,7 +367,10 @@ def verdicts_table(group: str, truth: str) -> str:
     columns = {title: records for title, names in NETWORKS.items() if (records := there(names))}
     return table(
         ["statement, and when it holds at a point", *columns],
-        ([f"{item.text}: *{item.rule}*", *(item.verdict(records) for records in columns.values())] for item in STATEMENTS),
+        (
+            [f"{item.text}: *{item.rule}*", *(item.verdict(records) for records in columns.values())]
+            for item in STATEMENTS
+        ),
     )
 
 
