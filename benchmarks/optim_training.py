@@ -3,6 +3,7 @@
     python benchmarks/optim_training.py run --data-dir DIR --workloads chars --optimizers adamw shampoo soap
         --lrs 0.001 0.003 0.01 --seeds 0 1 2 [--steps 250] [--out benchmarks/records/optim_training]
     python benchmarks/optim_training.py report [--out benchmarks/records/optim_training]
+    python benchmarks/optim_training.py compare [--out benchmarks/records/optim_comparison]
 
 Workloads: `cifar` (CIFAR-10, a small ResNet), `resnet` (the same with batches of 64), `chars` (tiny-shakespeare, a
 character GPT of 2 layers and width 128), `vit` (CIFAR-10, a transformer of 3 layers and width 96 on patches), `mnist`
@@ -13,7 +14,9 @@ where it stopped. Seconds are those of training only. Every optimizer gets the s
 the same schedule (constant, then a linear fall over the last fifth). `report` prints, for each workload and optimizer,
 the best learning rate by the final loss of the first seed, the mean over all seeds there, and the steps and seconds to
 AdamW's mean final loss, and draws the curves. So a sweep needs all learning rates for the first seed, and the best of
-them for the others: `run --best` makes these.
+them for the others: `run --best` makes these. `compare` prints, as tables for docs/optimizer-trials.md, the final
+losses and, by the mean curve over seeds, steps and CPU seconds to AdamW's mean final loss in parts of AdamW's whole
+run, and draws all workloads in one picture.
 """
 
 from __future__ import annotations
@@ -139,12 +142,12 @@ def wide_cnn() -> nn.Module:
 
 
 class ViT(nn.Module):
-    """A transformer on patches of 4 x 4 pixels."""
+    """A transformer on patches of 8 x 8 pixels."""
 
     def __init__(self, width: int = 96, layers: int = 3) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, 4)
-        self.positions = nn.Parameter(0.02 * torch.randn(64, width))
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.positions = nn.Parameter(0.02 * torch.randn(16, width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(layers)
@@ -521,6 +524,88 @@ def report(args: argparse.Namespace) -> None:
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
+def mean_curve(runs: list[dict[str, Any]]) -> list[list[float]]:
+    """Return the mean over seeds of each column at each look; a run that ended early ends the mean."""
+    looks = zip(*(one["curve"] for one in runs), strict=False)
+    return [[statistics.mean(column) for column in zip(*rows, strict=True)] for rows in looks]
+
+
+LABELS = {
+    "adamw": "AdamW",
+    "muon": "Muon (float32)",
+    "soap-published": "published SOAP",
+    "distributed-shampoo": "Distributed Shampoo",
+    "shampoo": "`Shampoo`",
+    "kl-shampoo": "`KLShampoo`",
+    "soap": "`SOAP`",
+}
+
+
+def comparison(folder: Path) -> str:
+    """Return the tables: final losses, then steps and CPU seconds to AdamW's final loss in parts of AdamW's."""
+    records = records_in(folder)
+    best = {name: chosen(by_optimizer(records, name)) for name in STEPS if any(r["workload"] == name for r in records)}
+    curves = {name: {key: mean_curve(runs) for key, (_, runs) in found.items()} for name, found in best.items()}
+    targets = {name: found["adamw"][-1][1] for name, found in curves.items()}
+
+    def part(workload: str, optimizer: str, column: int) -> str:
+        whole = curves[workload]["adamw"][-1][column]
+        value = reached(curves[workload][optimizer], targets[workload], column) / whole
+        return "never" if math.isinf(value) else f"{value:.2f}"
+
+    def final(workload: str, optimizer: str) -> str:
+        rate, runs = best[workload][optimizer]
+        finals = [run["final"] for run in runs]
+        return f"{statistics.mean(finals):.4f} ± {(max(finals) - min(finals)) / 2:.4f}, {rate:g}"
+
+    def passes(workload: str) -> str:
+        step, _, _, cpu, inside = curves[workload]["adamw"][-1]
+        return f"{1e3 * (cpu - inside) / step:.0f}"
+
+    def table(title: str, cell: Callable[[str, str], str], *more: list[str]) -> str:
+        lines = [[title, *best], ["---"] * (len(best) + 1), *more]
+        lines += [[label, *(cell(name, key) for name in best)] for key, label in LABELS.items()]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    return "\n".join(
+        (
+            table("final loss ± half the spread of seeds, learning rate", final),
+            table("steps to AdamW's loss / AdamW's", lambda name, key: part(name, key, 0)),
+            table(
+                "CPU time to AdamW's loss / AdamW's",
+                lambda name, key: part(name, key, 3),
+                ["*forward and backward, ms*", *(f"*{passes(name)}*" for name in best)],
+            ),
+        )
+    )
+
+
+def compare(args: argparse.Namespace) -> None:
+    from matplotlib.figure import Figure
+
+    print(comparison(args.out), end="")
+    records = records_in(args.out)
+    names = [name for name in STEPS if any(record["workload"] == name for record in records)]
+    figure = Figure(figsize=(2.6 * len(names), 5), layout="constrained")
+    grid = figure.subplots(2, len(names), squeeze=False)
+    for column, name in enumerate(names):
+        for place, (key, (_, runs)) in enumerate(sorted(chosen(by_optimizer(records, name)).items())):
+            curve = np.array(mean_curve(runs))
+            style = "-" if key in ("shampoo", "kl-shampoo", "soap") else "--"
+            for row, axis in enumerate((0, 3)):
+                grid[row, column].plot(curve[:, axis], curve[:, 1], style, color=f"C{place}", lw=1.2, label=key)
+        # what comes after the first looks is what differs
+        finals = sorted(float(line.get_ydata()[-1]) for line in grid[0, column].lines)
+        for row, label in enumerate(("steps", "CPU seconds")):
+            grid[row, column].set(xlabel=label, ylim=(0.9 * finals[0], 2.2 * finals[-1]))
+        grid[0, column].set_title(name)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("validation loss")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+    figure.savefig(args.out / "comparison.png", dpi=110)
+
+
 def draw(workload: str, best: dict[str, tuple[float, list[dict[str, Any]]]], out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter
@@ -559,6 +644,9 @@ def main() -> None:
     reporting = commands.add_parser("report")
     reporting.add_argument("--out", type=Path, default=default)
     reporting.set_defaults(command=report)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("--out", type=Path, default=default.with_name("optim_comparison"))
+    comparing.set_defaults(command=compare)
     args = parser.parse_args()
     args.command(args)
 
