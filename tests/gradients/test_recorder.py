@@ -229,7 +229,7 @@ def test_a_scripted_model_is_measured_sample_by_sample() -> None:
     model, inputs, targets = _mlp()
     with warnings.catch_warnings():
         # newer versions of torch deprecate it
-        warnings.filterwarnings("ignore", ".*jit.*", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*jit.*")  # deprecated in different words by different versions
         traced = torch.jit.trace(model, inputs[:1])
     specs = resolve_layers(traced)
     recorder = Recorder(traced, CE, [(inputs, targets)], specs)
