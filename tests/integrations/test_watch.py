@@ -176,7 +176,9 @@ def test_loggers_take_what_watching_logs(kind: str, tmp_path: Path) -> None:
     wanted = watch.records[-1]["layers"]["update_ratio"][0]
     name = "kronscope/update_ratio/weight"
     if kind == "csv":
-        table = pd.read_csv(tmp_path / "watch.csv", float_precision="round_trip").pivot(index="step", columns="name", values="value")
+        table = pd.read_csv(tmp_path / "watch.csv", float_precision="round_trip").pivot(
+            index="step", columns="name", values="value"
+        )
         assert table.loc[4, name] == wanted
     elif kind == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
