@@ -594,10 +594,14 @@ def compare(args: argparse.Namespace) -> None:
             style = "-" if key in ("shampoo", "kl-shampoo", "soap") else "--"
             for row, axis in enumerate((0, 3)):
                 grid[row, column].plot(curve[:, axis], curve[:, 1], style, color=f"C{place}", lw=1.2, label=key)
-        # what comes after the first looks is what differs
-        finals = sorted(float(line.get_ydata()[-1]) for line in grid[0, column].lines)
+        # what comes after the first tenth is what differs
+        values = [line.get_ydata() for line in grid[0, column].lines]
+        low, high = (
+            min(y[-1] for y in values),
+            min(2.2 * max(y[-1] for y in values), max(y[len(y) // 10] for y in values)),
+        )
         for row, label in enumerate(("steps", "CPU seconds")):
-            grid[row, column].set(xlabel=label, ylim=(0.9 * finals[0], 2.2 * finals[-1]))
+            grid[row, column].set(xlabel=label, ylim=(1.05 * low - 0.05 * high, high))
         grid[0, column].set_title(name)
     for axes in grid[:, 0]:
         axes.set_ylabel("validation loss")

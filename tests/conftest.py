@@ -82,6 +82,15 @@ def _seeded_and_clean() -> Iterator[None]:
     assert after == before, "the test changed torch's global settings"
 
 
+@pytest.fixture
+def default_device_put_back() -> Iterator[None]:
+    """Forget the default device that a test sets."""
+    yield
+    torch.set_default_device(None)
+    # set to None, it makes `torch.get_default_device` of torch 2.8 fail, which transformers asks
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
 def _global_settings() -> dict[str, Any]:
     return {
         "default dtype": torch.get_default_dtype(),

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -259,12 +260,23 @@ def test_documents_show_only_commands_and_options_that_exist() -> None:
             assert options <= known[found] | {"--help"}, f"{named(path)}: {line!r} has options that do not exist"
 
 
-def test_the_tables_of_the_reproduction_are_its_records() -> None:
-    spec = importlib.util.spec_from_file_location("reproduction", ROOT / "benchmarks" / "reproduction.py")
+def _benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_tables_that_compare_optimizers_are_their_record() -> None:
+    text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- optim_comparison -->\n")[2].partition("<!-- end -->")[0]
+    assert shown == _benchmark("optim_training").comparison(RECORDS / "optim_comparison")
+
+
+def test_the_tables_of_the_reproduction_are_its_records() -> None:
+    script = _benchmark("reproduction")
     for name, least in (("reproduction.md", 10), ("reproduction-summary.md", 1)):
         text = (DOCS / name).read_text(encoding="utf-8")
         assert script.filled(text) == text, "run python benchmarks/reproduction.py tables"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ def model_and_data() -> tuple[nn.Module, Data]:
     return model, [(torch.randn(7, 5), torch.randint(3, (7,))), (torch.randn(4, 5), torch.randint(3, (4,)))]
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[None]:
-    yield
-    torch.set_default_device(None)
-
-
+@pytest.mark.usefixtures("default_device_put_back")
 def test_setting_it_back_to_none_is_no_device(model_and_data: tuple[nn.Module, Data]) -> None:
     """torch 2.8 then has no answer to what the default device is."""
     model, data = model_and_data
@@ -38,7 +32,7 @@ def test_setting_it_back_to_none_is_no_device(model_and_data: tuple[nn.Module, D
     optimizer.step()
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("default_device_put_back")
 @pytest.mark.parametrize("options", [{}, {"max_columns": 1}], ids=["exact", "random columns"])
 def test_measuring_does_not_depend_on_it(model_and_data: tuple[nn.Module, Data], options: dict[str, Any]) -> None:
     model, data = model_and_data
@@ -50,7 +44,7 @@ def test_measuring_does_not_depend_on_it(model_and_data: tuple[nn.Module, Data],
     assert [row.stderr for row in found] == pytest.approx([row.stderr for row in expected], nan_ok=True)
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("default_device_put_back")
 def test_the_model_sees_it(model_and_data: tuple[nn.Module, Data]) -> None:
     model, data = model_and_data
     seen: set[str] = set()
@@ -64,7 +58,7 @@ def test_the_model_sees_it(model_and_data: tuple[nn.Module, Data]) -> None:
     assert seen == {"meta"}
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("default_device_put_back")
 def test_a_history_does_not_depend_on_it(model_and_data: tuple[nn.Module, Data]) -> None:
     model, data = model_and_data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

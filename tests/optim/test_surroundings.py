@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,11 +42,9 @@ def same(one: nn.Module, two: nn.Module) -> bool:
 
 
 @pytest.fixture
-def another_default_device() -> Iterator[None]:
+def another_default_device(default_device_put_back: None) -> None:
     """Set one that no number can be read from, so that a tensor which lands there is noticed."""
     torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
 
 
 @every_family
