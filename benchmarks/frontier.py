@@ -5,7 +5,8 @@
     python benchmarks/frontier.py report [--out benchmarks/records/frontier]
     python benchmarks/frontier.py settings
 
-Workloads that choose: `mlp`, `cnn` (a convolution and a wide linear layer), `gpt` (a character model). Workloads that
+Workloads that choose: `mlp`, `cnn` (a convolution and a wide linear layer), `gpt` (a character model), and for
+convolutions `wide-channels`. Workloads that
 check, and that nobody may look at before a choice is made: `resnet`, `vit`, `regression`. Pictures are scikit-learn's
 digits, text is Python's own documentation of its built-in names, and the regression is on a random teacher: nothing is
 downloaded, and a run takes seconds to a few minutes.
@@ -81,6 +82,12 @@ def wide_cnn() -> nn.Module:
     return nn.Sequential(*first, *second, nn.Linear(32 * 64, 96), nn.ReLU(), nn.Linear(96, 10))
 
 
+def wide_channels() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(1, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 256, 3, 2, 1), nn.ReLU()]
+    layers += [nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(256, 10))
+
+
 def resnet() -> nn.Module:
     stem = [nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     body = [Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)]
@@ -142,6 +149,7 @@ WORKLOADS = {
     "mlp": Workload(True, 300, lambda: pictures(lambda: mlp((256, 256, 128, 10)))),
     "cnn": Workload(True, 150, lambda: pictures(wide_cnn)),
     "gpt": Workload(True, 250, load_gpt),
+    "wide-channels": Workload(True, 100, lambda: pictures(wide_channels)),
     "resnet": Workload(False, 150, lambda: pictures(resnet)),
     "vit": Workload(False, 200, lambda: pictures(ViT)),
     "regression": Workload(False, 300, load_regression, functional.mse_loss),
@@ -165,6 +173,9 @@ SCHEDULES: dict[str, Refresh] = {
     "grow235": Warmup(10, 10, within=(2, 3, 5)),
     "grow2224": Warmup(10, 10, within=(2, 2, 2, 4)),
     "grow2235": Warmup(12, 10, within=(2, 2, 3, 5)),
+    "grow28": Warmup(10, 10, within=(2, 8)),
+    "grow248": Warmup(14, 10, within=(2, 4, 8)),
+    "grow2247": Warmup(15, 10, within=(2, 2, 4, 7)),
     "grow346": Warmup(13, 10, within=(3, 4, 6)),
 }
 
@@ -180,6 +191,7 @@ def settings() -> dict[str, dict[str, Any]]:
         for block in (64, 128, 192, 256, 512):
             for ratio in (4, 8, 16, 1000):
                 found[f"{block}-{ratio}-{schedule_name}"] = {"plan": (block, ratio), "refresh": refresh}
+    found["flat-kernels"] = {"kernel": 0}
     for beta in (0.9, 0.99):
         found[f"before-beta{beta:g}"] = {**found["before"], "betas": (0.9, beta)}
     return found
@@ -188,13 +200,13 @@ def settings() -> dict[str, dict[str, Any]]:
 def made(family: str, model: nn.Module, lr: float, options: dict[str, Any]) -> Any:
     """Return an optimizer; ``plan`` stands in for the constants that the default plan is made with."""
     options = dict(options)
-    plan = options.pop("plan", None)
-    before = blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES
-    blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES = plan or before
+    before = blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES, blocks.LARGEST_KERNEL
+    plan = (*options.pop("plan", before[:2]), options.pop("kernel", before[2]))
+    blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES, blocks.LARGEST_KERNEL = plan
     try:
         return FAMILIES[family](model.named_parameters(), lr, **options)
     finally:
-        blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES = before
+        blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES, blocks.LARGEST_KERNEL = before
 
 
 def train(workload: Workload, loaded: Any, make: Callable[[nn.Module], Any], seed: int, steps: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kronscope.kron.triangles import Triangle, is_packed
-from kronscope.optim.block_math import add_gram, batched_times, in_memory_order, short_first
+from kronscope.optim.block_math import add_gram, batched_times, in_memory_order, short_inside
 from kronscope.optim.grafts import with_lengths_of
 
 SHAPES = [(5, 4), (40, 36, 3), (33, 3, 34), (3, 40, 33), (2, 3, 40), (34, 2, 3, 33), (260, 40, 3), (35, 1, 36)]
@@ -33,7 +33,7 @@ def test_products_and_grams_do_not_depend_on_the_order_in_memory(shape):
         gram = torch.stack([2 * m + 0.5 * r @ r.T for m, r in zip(matrices + matrices.mT, rows, strict=True)])
         for data in laid_out(tensors):
             torch.testing.assert_close(batched_times(matrices, data, mode), wanted, rtol=1e-11, atol=1e-11)
-            for given in (data, short_first(data)):
+            for given in (data, short_inside(data)):
                 factor = matrices + matrices.mT
                 if is_packed(size):
                     factor = Triangle(size).pack(factor)
@@ -42,20 +42,26 @@ def test_products_and_grams_do_not_depend_on_the_order_in_memory(shape):
                 torch.testing.assert_close(found, gram, rtol=1e-11, atol=1e-11)
 
 
-def test_short_modes_come_first_in_memory_and_nothing_else_changes():
+def test_short_modes_lie_inside_in_memory_and_nothing_else_changes():
     tensors = torch.randn(2, 40, 36, 3)
-    moved = short_first(tensors)
+    moved = short_inside(tensors)
     assert torch.equal(moved, tensors)
-    assert moved.stride()[3] == 40 * 36
-    assert short_first(moved) is moved
+    assert moved.stride()[1:] == (3 * 36, 1, 36)
+    assert short_inside(torch.randn(2, 3, 40, 36)).stride()[1:] == (36, 3 * 36, 1)
+    # as gradients in torch.channels_last lie already
+    last = torch.randn(40, 36, 3, 3).to(memory_format=torch.channels_last).view(1, 40, 36, 3, 3)
+    assert short_inside(last) is last
+    few = torch.randn(2, 4, 5, 3)
+    assert short_inside(few) is few
+    assert short_inside(moved) is moved
     matrix = torch.randn(2, 5, 4)
-    assert short_first(matrix) is matrix
+    assert short_inside(matrix) is matrix
 
 
 def test_views_in_memory_order_are_contiguous_or_none():
     tensors = torch.arange(2 * 40 * 33 * 3, dtype=torch.float32).view(2, 40, 33, 3)
-    moved = short_first(tensors)
-    views = in_memory_order(moved, short_first(tensors + 1))
+    moved = short_inside(tensors)
+    views = in_memory_order(moved, short_inside(tensors + 1))
     assert views is not None
     assert all(view.is_contiguous() for view in views)
     assert torch.equal(views[1], views[0] + 1)

@@ -49,7 +49,6 @@ def test_equal_blocks_by_default_and_one_side_where_a_matrix_is_long():
     assert planned(1024, 256) == "blocks of 256x256"
     assert planned(1376, 512) == "blocks of 172x256"
     assert planned(128, 1568) == "blocks of 128x224"
-    assert planned(512, 512, 3, 3) == "blocks of 256x256"
     assert planned(96, 2048) == planned(768, 50257) == "one-sided (dimension 0)"
     assert planned(50257, 768) == "one-sided (dimension 1)"
     assert planned(7) == "1-D"
@@ -59,6 +58,27 @@ def test_equal_blocks_by_default_and_one_side_where_a_matrix_is_long():
     assert [tile.block for tile in plan_layout((900, 64), LayoutOptions(split=3)).tiles] == [(150, 64)]
     # the short side of a long matrix is cut too, the other stays whole
     assert [tile.block for tile in plan_layout((512, 8192), LayoutOptions()).tiles] == [(256, 8192)]
+
+
+def test_positions_of_a_kernel_share_factors_where_channels_fill_a_block():
+    def planned(*shape: int, **options) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        layout = plan_layout(shape, LayoutOptions(**options))
+        return layout.view, layout.tiles[0].modes, layout.reason
+
+    assert planned(512, 512, 3, 3) == ((512, 512, 9), (0, 1), "blocks of 256x256x9, kernel apart")
+    assert planned(64, 256, 3, 3) == ((64, 256, 9), (0, 1), "whole, kernel apart")
+    assert planned(512, 300, 2, 2, 2) == ((512, 300, 8), (0, 1), "blocks of 256x150x8, kernel apart")
+    # with fewer channels, or more positions, they are flattened
+    assert planned(64, 255, 3, 3)[0] == (64, 2295)
+    assert planned(192, 3, 16, 16) == ((192, 768), (0, 1), "blocks of 192x256")
+    assert planned(64, 512, 65)[0] == (64, 512 * 65)
+    assert planned(64, 1024, 1, 1) == planned(64, 1024)
+    # and all of them where nobody minds the cost, or a shape is asked for
+    for options in ({"block_size": math.inf}, {"block_size": 128}, {"cuts": False}, {"method": "left"}):
+        assert planned(128, 256, 3, 3, **options)[0] == (128, 2304)
+    # a budget cuts its blocks, and gives the kernel no factor either
+    layout = plan_layout((64, 512, 3, 3), LayoutOptions(), budget=8 * 16 * 64**2)
+    assert (layout.tiles[0].block, layout.tiles[0].modes) == ((64, 64, 9), (0, 1))
 
 
 def test_whole_matrices_on_request_and_one_sided_or_blocks_where_they_are_too_large():

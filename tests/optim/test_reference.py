@@ -140,6 +140,11 @@ def test_batched_equals_reference_one_sided(hyper, factored):
     compare(hyper, (4, 3), factored)
 
 
+@given(hyper=hypers)
+def test_batched_equals_reference_where_positions_share_factors(hyper):
+    compare(hyper, (4, 3, 2), (True, True, False))
+
+
 @given(hyper=hypers.filter(lambda h: len(h.exponents) == 1))
 def test_batched_equals_reference_for_tensors(hyper):
     compare(hyper, (3, 2, 4), (True, True, True))

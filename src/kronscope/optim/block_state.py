@@ -15,7 +15,7 @@ __all__ = ["MOMENTS", "Blocks", "Tensors"]
 
 Tensors = dict[str, Tensor]
 
-# State of the blocks' own shape: kept with short modes foremost in memory, as a step wants it.
+# State of the blocks' own shape: kept with short modes inside, in memory, as a step wants it.
 MOMENTS = ("exp_avg", "exp_avg_sq", "graft_sq", "momentum")
 
 # Unpacking a root costs 6 % of the product where the block has 1024 columns, and 25 % where it has 256.

@@ -31,6 +31,9 @@ DEFAULT_FLOOR = 64 * 2**20
 # Where nobody asks for a block size, no side of a block is longer than this; a longer matrix that is this many times
 # longer than wide gets a factor for its short side only. Other roots cost more than they gain (benchmarks/frontier.py).
 DEFAULT_BLOCK, DEFAULT_RATIO_OF_SIDES = 256, 16
+# Where channels alone fill a block, the positions of a kernel that has at most this many of them share their factors:
+# 512 x 4608 would have 36 blocks of 256 x 256 with 72 factors, 512 x 512 x 9 has 4 blocks with 8 of the same size.
+LARGEST_KERNEL = 64
 # Where matrices stay whole, one this many times longer than wide, and at least this long, gets a factor for its short
 # side only: the other would be many times larger than the matrix (LoRA: 8 x 2048 numbers, 2048 x 2048 in a factor).
 SKINNY_RATIO, SKINNY_LENGTH = 16, 1024
@@ -48,7 +51,8 @@ class LayoutOptions:
     Attributes:
         method: ``"auto"``, ``"kronecker"``, ``"left"`` or ``"right"`` (a factor for the rows or the columns alone), or
             ``"adam"``.
-        view: ``"matrix"`` flattens from dimension 1; ``"modes"`` gives every dimension a factor; ``"experts"`` takes
+        view: ``"matrix"`` flattens from dimension 1, but for the kernels of convolutions with many channels where long
+            sides are cut; ``"modes"`` gives every dimension a factor; ``"experts"`` takes
             the first of three or more dimensions as a stack of matrices, each with factors of its own.
         merge: With ``"modes"``, neighbouring dimensions are merged while their product stays within this.
         split: Number of equal row parts, or the sizes of the parts, as for a fused qkv weight.
@@ -117,8 +121,10 @@ def plan_layout(
     Raises:
         OptionError: ``split`` does not fit the number of rows.
 
-    >>> plan_layout((64, 32, 3, 3), LayoutOptions()).view
-    (64, 288)
+    >>> plan_layout((64, 16, 3, 3), LayoutOptions()).view
+    (64, 144)
+    >>> plan_layout((64, 512, 3, 3), LayoutOptions()).view
+    (64, 512, 9)
     >>> plan_layout((50000, 64), LayoutOptions()).tiles[0].factored
     (False, True)
     >>> plan_layout((8, 64, 32), LayoutOptions(view="experts")).tiles[0].block
@@ -143,7 +149,7 @@ def plan_layout(
         )
     if options.is_cut:
         return _cut(shape, view, options, options.block_size, (True,) * len(view), f"blocks of {options.block_size}")
-    plan = _cut(shape, view, options, None, (True,) * len(view), "whole")
+    plan = _cut(shape, view, options, None, _factored(view, options), "whole")
     if options.method == "auto" and _is_long(plan, options, budget):
         if min(plan.tiles[0].block) < LEAST_WIDTH:
             return Layout(shape, shape, (), "too thin for factors")
@@ -196,7 +202,7 @@ def _cheaper(layout: Layout, options: LayoutOptions) -> list[Layout]:
     """Cheaper treatments of the same parameter, best first: one-sided, then ever smaller blocks."""
     shape, view = layout.shape, layout.view
     found = [_one_sided(layout, options)] if len(view) == 2 and layout.reason.startswith("whole") else []
-    every = _SIDES.get(options.method, (True,) * len(view))
+    every = _SIDES.get(options.method, _factored(view, options))
     longest = max(size for tile in layout.tiles for size in tile.block)
     blocks = [_cut(shape, view, options, b, every, f"blocks of {b}") for b in _BLOCK_SIZES if b < longest]
     return found + blocks
@@ -215,9 +221,9 @@ def _one_sided(layout: Layout, options: LayoutOptions) -> Layout:
 def _in_equal_blocks(layout: Layout, options: LayoutOptions) -> Layout:
     """Return the layout with sides of at most :data:`DEFAULT_BLOCK`, cut into equal parts where they can be."""
     limits = (DEFAULT_BLOCK,) * len(layout.view)
-    found = _cut(layout.shape, layout.view, options, limits, (True,) * len(layout.view), "whole")
+    found = _cut(layout.shape, layout.view, options, limits, _factored(layout.view, options), "whole")
     if {tile.block for tile in found.tiles} == {tile.block for tile in layout.tiles}:
-        return layout
+        return replace(layout, limited=_is_apart(layout.view, options))
     reason = layout.reason.replace("whole", f"blocks of {'x'.join(map(str, found.tiles[0].block))}")
     return replace(found, reason=reason, limited=True)
 
@@ -232,11 +238,29 @@ def _is_long(layout: Layout, options: LayoutOptions, budget: float | None) -> bo
     return budget is None and max(block) >= max(SKINNY_LENGTH, SKINNY_RATIO * min(block))
 
 
+def _keeps_kernel_apart(shape: tuple[int, ...], options: LayoutOptions) -> bool:
+    """Whether the positions of a convolution's kernel share factors, instead of being flattened with the channels."""
+    if not options.is_limited or options.view != "matrix" or options.method in _SIDES or len(shape) < 3:
+        return False
+    return shape[1] >= DEFAULT_BLOCK and 1 < math.prod(shape[2:]) <= LARGEST_KERNEL
+
+
+def _is_apart(view: tuple[int, ...], options: LayoutOptions) -> bool:
+    return options.view == "matrix" and len(view) == 3
+
+
+def _factored(view: tuple[int, ...], options: LayoutOptions) -> tuple[bool, ...]:
+    """Return which dimensions of a view get a factor: all but the positions of a kernel that is kept apart."""
+    return (True, True, False) if _is_apart(view, options) else (True,) * len(view)
+
+
 def _view(shape: tuple[int, ...], options: LayoutOptions) -> tuple[int, ...]:
     if len(shape) < 2:
         return (1, math.prod(shape))
     if options.view == "experts" and len(shape) > 2:
         return (shape[0] * shape[1], math.prod(shape[2:]))
+    if _keeps_kernel_apart(shape, options):
+        return (shape[0], shape[1], math.prod(shape[2:]))
     if options.view != "modes":
         return (shape[0], math.prod(shape[1:]))
     # from the last dimension on, so that a kernel's height and width come together first
@@ -285,6 +309,7 @@ def _cut(
         start, stop, block = (tuple(segment[i] for segment in cell) for i in range(3))
         tiles.append(Tile(start, stop, block, factored))
     notes = [f"split {options.split}"] if options.split else []
+    notes += ["kernel apart"] if _is_apart(view, options) else []
     notes += [f"{shape[0]} experts"] if options.view == "experts" and len(shape) > 2 else []
     return Layout(shape, view, tuple(tiles), ", ".join([reason, *notes]))
 

@@ -32,8 +32,9 @@ __all__ = ["Explanation", "ExplanationRow", "explain_plan", "table"]
 
 FROZEN = "frozen"
 _LIMITED = (
-    f"where roots would cost more than they gain, sides are cut into at most {DEFAULT_BLOCK}, and one "
-    f"{DEFAULT_RATIO_OF_SIDES} times as long as the other has no factor; block_size=math.inf leaves matrices whole"
+    f"where roots would cost more than they gain, sides are cut into at most {DEFAULT_BLOCK}, one "
+    f"{DEFAULT_RATIO_OF_SIDES} times as long as the other has no factor, and a kernel's positions share the factors of "
+    f"its channels; block_size=math.inf leaves matrices whole"
 )
 _PRODUCT_SIZE = 384
 _SMALL_SIZE = 8

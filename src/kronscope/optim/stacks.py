@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kronscope.kron.triangles import Triangle, saves_half, unpack
-from kronscope.optim.block_math import short_first
+from kronscope.optim.block_math import short_inside
 from kronscope.optim.block_state import MOMENTS, Blocks, Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Hyper
@@ -272,7 +272,7 @@ def _joined(stack: Stack, name: str, state: dict[Tensor, Tensors], new: Tensor |
         ]
         whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).contiguous()
     if name in MOMENTS:
-        whole = short_first(whole)
+        whole = short_inside(whole)
     for member, (own, key) in zip(stack.members, keys, strict=True):
         own[key] = whole[member.start : member.stop]
     return whole

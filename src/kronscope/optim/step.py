@@ -19,6 +19,7 @@ from torch import Tensor
 from kronscope.kron.precision import exact_products
 from kronscope.kron.rescues import lost_places
 from kronscope.kron.threads import divided, in_threads
+from kronscope.optim.block_math import joined
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.calls import PLAIN, Calls
 from kronscope.optim.config import Adaptive, Hyper
@@ -123,7 +124,7 @@ class Portion:
 
     def take_in(self) -> None:
         """Take the gradients into factors and moments, and find out which roots are due."""
-        grads = _joined(self._grads, self._stack.dtype)
+        grads = joined(self._grads, self._stack.dtype)
         self._grads = ()
         self._moments = self._calls.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
         for mode, wanted in enumerate(due_blocks(self._stack, self._rows, self.hyper, self.step, anew=self._anew)):
@@ -223,13 +224,6 @@ def _rows(members: Sequence[Member]) -> slice | Tensor:
     if all(before.stop == after.start for before, after in itertools.pairwise(members)):
         return slice(members[0].start, members[-1].stop)
     return torch.cat([torch.arange(member.start, member.stop) for member in members])
-
-
-def _joined(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return gradients (count, ...) as one tensor; may be the gradient itself."""
-    if len(grads) == 1:
-        return grads[0].to(dtype).contiguous()
-    return torch.cat([grad.to(dtype) for grad in grads])
 
 
 class Due(NamedTuple):

@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kronscope.optim.block_math import flattened
+
 __all__ = ["Layout", "Tile"]
 
 
@@ -69,7 +71,7 @@ class Tile:
             return self._region(view).unsqueeze(0)[slice(*self.owned) if self.owned is not None else slice(None)]
         blocks = self._cells(view)
         if self.owned is None:
-            return blocks.reshape(self.count, *self.block)
+            return flattened(blocks, len(self.block))
         return blocks[self._places(view.device)]
 
     def insert(self, view: Tensor, blocks: Tensor) -> None:

@@ -24,7 +24,7 @@ from kronscope.kron.operators import EigenbasisDiagonal, Operator
 from kronscope.kron.rescues import FAILURES
 from kronscope.kron.roots import Eigh, RootSolver, WarmQR
 from kronscope.kron.triangles import unpack
-from kronscope.optim.block_math import batched_times, identity_like, kronecker, short_first
+from kronscope.optim.block_math import batched_times, identity_like, kronecker, short_inside
 from kronscope.optim.block_state import Blocks, Tensors
 from kronscope.optim.blocks import Tile
 from kronscope.optim.config import Hyper, Norm
@@ -123,7 +123,7 @@ class EigenbasisRule(Rule):
         if hyper.eps == 0:
             # 0/0: an entry that has been zero so far moves nothing
             update.nan_to_num_(nan=0.0)
-        update = short_first(update)
+        update = short_inside(update)
         for mode in modes:
             update = batched_times(state[f"basis{mode}"], update, mode)
         return update

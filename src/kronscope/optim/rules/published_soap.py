@@ -19,7 +19,7 @@ from kronscope.errors import OptionError
 from kronscope.kron.bases import by_reflections, eigenbasis
 from kronscope.kron.triangles import unpack
 from kronscope.optim.apply import apply_updates
-from kronscope.optim.block_math import batched_times, short_first
+from kronscope.optim.block_math import batched_times, short_inside
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout, Tile
 from kronscope.optim.config import Every, Hyper, Refresh
@@ -70,7 +70,7 @@ class PublishedSoapRule(EigenbasisRule):
         if step == 1:
             update = torch.zeros_like(grads)
         else:
-            update = self.take_into_moments(state, short_first(grads), modes, hyper, step)
+            update = self.take_into_moments(state, short_inside(grads), modes, hyper, step)
         for mode in modes:
             others = [axis for axis in range(grads.ndim - 1) if axis != mode]
             for factor, grad in zip(state[f"factor{mode}"], grads, strict=True):

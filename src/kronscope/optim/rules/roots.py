@@ -29,7 +29,7 @@ from kronscope.optim.block_math import (
     isotropic_root,
     kronecker,
     positive_power,
-    short_first,
+    short_inside,
 )
 from kronscope.optim.block_state import Blocks, Tensors
 from kronscope.optim.blocks import Tile
@@ -65,7 +65,7 @@ class RootRule(Rule):
     def add_to_factors(
         self, state: Tensors, grads: Tensor, moved: Tensor, modes: Sequence[int], hyper: Hyper, step: int
     ) -> None:
-        """Take gradients (B, ...) into the factors; ``moved`` are the same with short modes foremost in memory."""
+        """Take gradients (B, ...) into the factors; ``moved`` are the same as they lie in the moments."""
 
     @abstractmethod
     def reference_grams(
@@ -122,7 +122,7 @@ class RootRule(Rule):
 
     def accumulate(self, state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
         """Take gradients into factors, their mean, and the graft's second moment."""
-        moved = short_first(grads)
+        moved = short_inside(grads)
         self.add_to_factors(state, grads, moved, modes, hyper, step)
         graft = adam_graft(state, moved, hyper, step)
         if graft is not None:
@@ -281,7 +281,7 @@ def _preconditioned(state: Tensors, mean: Tensor, modes: Sequence[int]) -> Tenso
     if mean.ndim == 3:
         update = torch.bmm(unpack(state["root0"]), mean) if 0 in modes else mean
         return torch.bmm(update, unpack(state["root1"])) if 1 in modes else update
-    update = short_first(mean)
+    update = short_inside(mean)
     for mode in modes:
         update = batched_times(state[f"root{mode}"], update, mode)
     return update

@@ -125,7 +125,8 @@ class Shampoo(KroneckerOptimizer):
         method: ``"auto"`` gives AdamW to 0-D and 1-D parameters, embeddings and heads; ``"kronecker"`` preconditions
             all parameters, ``"left"`` and ``"right"`` with the factor of the rows or of the columns alone; ``"adam"``
             gives AdamW to all.
-        view: ``"matrix"`` flattens all dimensions from the second on, ``"modes"`` gives every dimension a factor, and
+        view: ``"matrix"`` flattens all dimensions from the second on (where ``block_size`` is None, the positions of a
+            kernel with 256 channels or more share factors instead), ``"modes"`` gives every dimension a factor, and
             ``"experts"`` takes the first dimension as a stack of matrices (experts are also recognised by their names).
         merge: With ``view="modes"``: neighbouring dimensions are merged as long as their product is at most this.
         split: Number (or sizes) of the parts into which rows are cut, each a matrix of its own; 3 for a fused qkv.

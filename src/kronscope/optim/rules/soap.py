@@ -15,7 +15,7 @@ from kronscope.kron.roots import RootSolver, WarmQR
 from kronscope.kron.triangles import unpack
 from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.block_math import add_gram, batched_times, short_first
+from kronscope.optim.block_math import add_gram, batched_times, short_inside
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh, Warmup
 from kronscope.optim.reference import update_in_bases, with_sums
@@ -57,7 +57,7 @@ class SoapRule(EigenbasisRule):
 
     def accumulate(self, state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
         """Take gradients into moments and factors; the updates are formed with the bases of before."""
-        moved = short_first(grads)
+        moved = short_inside(grads)
         update = self.take_into_moments(state, moved, modes, hyper, step)
         for mode in modes:
             add_gram(state[f"factor{mode}"], moved if mode else grads, mode, hyper.beta2, hyper.gain())
