@@ -6,10 +6,9 @@
     python benchmarks/frontier.py settings
 
 Workloads that choose: `mlp`, `cnn` (a convolution and a wide linear layer), `gpt` (a character model), and for
-convolutions `wide-channels`. Workloads that
-check, and that nobody may look at before a choice is made: `resnet`, `vit`, `regression`. Pictures are scikit-learn's
-digits, text is Python's own documentation of its built-in names, and the regression is on a random teacher: nothing is
-downloaded, and a run takes seconds to a few minutes.
+convolutions `wide-channels`. Workloads that check, and that nobody may look at before a choice is made: `resnet`,
+`vit`, `regression`. Pictures are scikit-learn's digits, text is Python's own documentation of its built-in names, and
+the regression is on a random teacher: nothing is downloaded, and a run takes seconds to a few minutes.
 
 Each run is one JSON file, named by all that decides it; runs whose file exists are not repeated, so that an interrupted
 sweep goes on where it stopped. `report` compares, for each workload and family, every setting with `before`, the

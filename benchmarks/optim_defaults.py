@@ -1,6 +1,6 @@
 """How long does a step take with everyone's defaults, on shapes nobody tuned for? The first steps, and the later ones.
 
-    python benchmarks/optim_defaults.py [--lists cnn mlp ...] [--threads 2] [--steps 20] [--only Shampoo]
+    python benchmarks/optim_defaults.py [--lists cnn mlp ...] [--threads 2] [--steps 20] [--runs 3] [--only Shampoo]
         [--distributed-shampoo DIR] [--published-soap DIR] [--out benchmarks/records/optim_defaults.json]
 
 Shape lists: `cnn` (two convolutions, a 128 x 1568 layer), `mlp` (784-512-512-10), `llama` (a block of width 512),
@@ -8,6 +8,7 @@ Shape lists: `cnn` (two convolutions, a 128 x 1568 layer), `mlp` (784-512-512-10
 (the first two layers of GPT-2 small). Gradients are random and the same for all; parameters have no names, so that ours
 precondition every matrix, as the others do. All take ten steps in turn; steps 1-20 are the first, then come as many
 later ones as `--steps` says. Times are of the process: `wall`, and `cpu` seconds, which a busy machine disturbs less.
+Of several runs (`--runs`) the median of each step counts, and the mean of each run is kept.
 Before, each makes three steps with a small matrix, so that nobody pays for loading libraries.
 
 Peers are imported from a checkout given by its folder. Distributed Shampoo takes roots at every step by default, which
@@ -95,7 +96,7 @@ def warm_up(args: argparse.Namespace) -> None:
             optimizer.step()
 
 
-def run(shapes: list[Shape], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def run(shapes: list[Shape], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     params = {name: fresh(shapes) for name in candidates(args)}
     optimizers = {name: make(list(params[name])) for name, make in candidates(args).items()}
     times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in params}
@@ -111,10 +112,11 @@ def run(shapes: list[Shape], args: argparse.Namespace) -> dict[str, dict[str, An
                 times[name]["wall"].append(time.perf_counter() - before[0])
                 times[name]["cpu"].append(time.process_time() - before[1])
         print(f"  step {turn + TURN}", file=sys.stderr, flush=True)
-    return {name: {clock: summary(found[clock]) for clock in found} for name, found in times.items()}
+    return times
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
+def summary(runs: list[list[float]]) -> dict[str, Any]:
+    seconds = [statistics.median(step) for step in zip(*runs, strict=True)]
     first, later = seconds[:FIRST], seconds[FIRST:]
     # the typical time of each step of a period, so that one interruption is not taken for the slowest step
     typical = [statistics.median(later[place::TURN]) for place in range(TURN)]
@@ -122,6 +124,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
         "first": 1e3 * statistics.mean(first),
         "later": 1e3 * statistics.mean(later),
         "mean": 1e3 * statistics.mean(seconds),
+        "mean of each run": [1e3 * statistics.mean(one) for one in runs],
         "first / later": statistics.mean(first) / statistics.mean(later),
         "slowest / mean, first": max(first) / statistics.mean(first),
         "slowest / mean, later": max(typical) / statistics.mean(typical),
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="later steps, a multiple of ten")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="names of the optimizers to run")
     parser.add_argument("--distributed-shampoo", metavar="DIR")
     parser.add_argument("--published-soap", metavar="DIR")
@@ -154,9 +158,13 @@ def main() -> None:
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     warm_up(args)
     for name in args.lists:
-        found = run(LISTS[name](), args)
+        runs = [run(LISTS[name](), args) for _ in range(args.runs)]
+        found = {
+            label: {clock: summary([one[label][clock] for one in runs]) for clock in ("wall", "cpu")}
+            for label in runs[0]
+        }
         place = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-        place |= {"threads": args.threads, "steps": args.steps, "load": os.getloadavg()}
+        place |= {"threads": args.threads, "steps": args.steps, "runs": args.runs, "load": os.getloadavg()}
         record[name] = {"environment": place, "times": found, "ratios": {c: ratios(found, c) for c in ("wall", "cpu")}}
         print(f"\n{name + ', cpu ms':24}{'first 20':>10}{'later':>10}{'ratio':>8}{'slowest':>9}{'':>9}{'wall':>10}")
         for label, row in found.items():

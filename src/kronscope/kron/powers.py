@@ -82,7 +82,7 @@ class Spectrum:
         values, vectors = on_host_if_missing(torch.linalg.eigh, matrix)
         relative = default_cutoff(matrix.shape[-1], matrix.dtype) if cutoff is None else cutoff
         largest = values[..., -1:].clamp_min(0)
-        return cls(torch.where(values > relative * largest, values, torch.zeros_like(values)), vectors)
+        return cls(torch.where(values > relative * largest, values, 0.0), vectors)
 
     @classmethod
     def narrow(cls, matrix: Tensor) -> Spectrum:
@@ -102,9 +102,7 @@ class Spectrum:
 
     def powered(self, exponent: float) -> Tensor:
         """Return the eigenvalues to ``exponent``; zeros stay zero, also for exponents that are not positive."""
-        positive = self.values > 0
-        safe = torch.where(positive, self.values, torch.ones_like(self.values))
-        return torch.where(positive, safe**exponent, torch.zeros_like(safe))
+        return torch.where(self.values > 0, self.values**exponent, 0.0)
 
     @property
     def rank(self) -> int:

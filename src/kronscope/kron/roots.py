@@ -298,14 +298,14 @@ def _from_spectrum(factors: Tensor, work: Tensor, spectrum: Spectrum, exponent: 
     residuals = decomposition_residuals(work, spectrum.values, spectrum.vectors)
     values = ridge.regularised(spectrum.values, default_cutoff(factors.shape[-1], factors.dtype))
     # a factor of zeros is taken for the identity: zero roots would swallow the gradients that come before a refresh
-    values = torch.where(values.amax(-1, keepdim=True) > 0, values, torch.ones_like(values))
+    largest = values.amax(-1, keepdim=True)
+    values = torch.where(largest > 0, values, 1.0)
     trace = _traces(factors, ridge)
-    trace = torch.where(trace > 0, trace, torch.full_like(trace, float(factors.shape[-1])))
+    trace = torch.where(trace > 0, trace, float(factors.shape[-1]))
     powered = Spectrum(values / trace.to(values.dtype).unsqueeze(-1), spectrum.vectors).powered(exponent)
     matrices = Spectrum(powered, spectrum.vectors).matrix()
-    infinite = torch.full_like(values, float("inf"))
-    smallest = torch.where(values > 0, values, infinite).amin(-1)
-    extremes = torch.stack([values.amax(-1), smallest], -1)
+    smallest = values.masked_fill(values <= 0, math.inf).amin(-1)
+    extremes = torch.stack([torch.where(largest > 0, largest, 1.0).squeeze(-1), smallest], -1)
     return Roots(
         matrices.to(factors.dtype),
         residuals.to(factors.dtype),

@@ -57,6 +57,8 @@ class Ridge:
             return values
         largest = values.amax(-1, keepdim=True)
         shift = self.eps + self.damping * largest
+        if self.damping > cutoff:
+            return values + shift
         return torch.where((values > 0) | (shift > cutoff * largest), values + shift, values)
 
 

@@ -42,8 +42,10 @@ __all__ = [
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
-# Smaller matrices are decomposed faster in one call than handed to threads one by one.
+# Smaller matrices are decomposed faster in one call than handed to threads; and of the next larger ones, several: what
+# surrounds a decomposition takes as long as a single one. How many does not depend on the threads: the numbers might.
 _LEAST_IN_THREADS = 64
+_TOGETHER = ((128, 4), (256, 2))
 # Multiply-adds below which handing a portion to a thread costs more than it gains.
 _LEAST_COST = 2e7
 # Numbers in a portion, if one member has no more: a few arrays of them stay in a core's share of the cache.
@@ -322,18 +324,20 @@ def take_roots(work: Sequence[Portion]) -> None:
 def solve(due: Sequence[Due]) -> list[Tensor | None]:
     """Take roots; return what :func:`carry_over` needs to bring moments up to date with them.
 
-    On a CPU it is one block per thread, whichever stack it belongs to.
+    On a CPU it is one block per thread, or a few small ones, whichever stack they belong to.
     """
     found: list[Tensor | None] = [None] * len(due)
     jobs: list[Callable[[], Tensor | None]] = []
     places: list[int] = []
     for place, (portion, mode, index) in enumerate(due):
         if portion.takes_roots_in_threads(mode):
-            jobs += [partial(portion.refresh, mode, torch.tensor([block])) for block in index.tolist()]
-            places += [place] * index.numel()
+            together = next((count for size, count in _TOGETHER if portion.block[mode] < size), 1)
+            parts = index.split(together)
+            jobs += [partial(portion.refresh, mode, part) for part in parts]
+            places += [place] * len(parts)
         else:
-            parts = [portion.refresh(mode, part) for part in index.split(portion.roots_at_once(mode))]
-            made = [part for part in parts if part is not None]
+            found_here = [portion.refresh(mode, part) for part in index.split(portion.roots_at_once(mode))]
+            made = [one for one in found_here if one is not None]
             found[place] = torch.cat(made) if len(made) > 1 else (made[0] if made else None)
     by_place: dict[int, list[Tensor]] = {}
     for place, one in zip(places, in_threads(jobs), strict=True):
