@@ -42,10 +42,10 @@ __all__ = [
 
 Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
-# Smaller matrices are decomposed faster in one call than handed to threads; and of the next larger ones, several: what
-# surrounds a decomposition takes as long as a single one. How many does not depend on the threads: the numbers might.
-_LEAST_IN_THREADS = 64
-_TOGETHER = ((128, 4), (256, 2))
+# Smaller matrices are decomposed faster in one call than handed to threads, and those up to twice as large a few at a
+# time: what surrounds a decomposition takes as long as it. How many does not depend on the threads: bits might.
+_LEAST_IN_THREADS, _LEAST_ALONE = 64, 128
+_TOGETHER = 4
 # Multiply-adds below which handing a portion to a thread costs more than it gains.
 _LEAST_COST = 2e7
 # Numbers in a portion, if one member has no more: a few arrays of them stay in a core's share of the cache.
@@ -331,8 +331,7 @@ def solve(due: Sequence[Due]) -> list[Tensor | None]:
     places: list[int] = []
     for place, (portion, mode, index) in enumerate(due):
         if portion.takes_roots_in_threads(mode):
-            together = next((count for size, count in _TOGETHER if portion.block[mode] < size), 1)
-            parts = index.split(together)
+            parts = index.split(1 if portion.block[mode] >= _LEAST_ALONE else _TOGETHER)
             jobs += [partial(portion.refresh, mode, part) for part in parts]
             places += [place] * len(parts)
         else:
