@@ -108,7 +108,7 @@ def test_population_error_bars_cover_the_truth(name: str) -> None:
     population, replications = Population(), 60
     truth, fit = population.cosine(name), ks.approx.get(name).fit
     # a fit that iterates takes long: half as many of them
-    groups = {"groups": 10} if name == "optimal" else {}
+    groups: dict[str, Any] = {"groups": 10} if name == "optimal" else {}
     values, errors, plug_ins = [], [], []
     for seed in range(replications):
         stream = ks.GradientStream.from_tensors(population.sample(40, seed))

@@ -18,7 +18,7 @@ import torch
 from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 
-# All there is happens in the first ten: both bad gradients, and refreshes of every factor before, between and after them.
+# All there is happens in the first ten: both bad gradients, and refreshes of every factor before and after them.
 STEPS, MANY = 10, 30
 BAD = ((4, "everywhere"), (6, "one process"))
 TOLERANCE = 1e-10
@@ -54,7 +54,8 @@ CASES = {
 
 @pytest.mark.parametrize(("mode", "size", "name"), [(*place, name) for place, names in CASES.items() for name in names])
 def test_parameters_after_many_steps_are_those_of_one_process(pool: Pool, mode: str, size: int, name: str) -> None:
-    steps = MANY if size == 2 else STEPS
+    # every optimizer once, and every way to divide the work once
+    steps = MANY if size == 2 and (mode == "ddp" or name == "shampoo, whole") else STEPS
     expected = single(name, steps)
     found = pool.run(run, size, mode=mode, name=name, steps=steps)
     assert int(expected["skipped"]) == len(BAD)
