@@ -158,5 +158,5 @@ def test_importing_is_light_and_takes_no_package_that_may_be_missing() -> None:
     found = json.loads(shown.stdout)
     assert found["heavy"] == []
     # beside torch itself. Processor time, the best of four: on a busy machine it is longer too, and so is torch's own
-    # (a fifth of which it takes).
+    # (about a quarter of which it takes).
     assert found["seconds"] < max(1.0, 0.4 * found["torch"]), found
