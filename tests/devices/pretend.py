@@ -17,7 +17,6 @@ Not seen are times, what the kernels of a vendor's library do inside, and roundi
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import Counter
 from typing import Any, ClassVar, cast
 
@@ -40,8 +39,11 @@ from tests.devices.facts import (
 
 CPU = torch.device("cpu")
 
-_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_MOVES = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda))
+_PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__))
+_MAKING = frozenset((torch.tensor, torch.as_tensor))
+_OF_THE_DATA = frozenset((Tensor.untyped_storage, Tensor.data_ptr))
+_SPECIAL = _MOVES | _PRODUCTS | _MAKING
 
 
 class DeviceError(RuntimeError):
@@ -53,6 +55,7 @@ class PretendTensor(Tensor):
 
     data_here: Tensor
     said: torch.device
+    _held: _Held
 
     @staticmethod
     def __new__(cls, data: Tensor, device: torch.device) -> PretendTensor:
@@ -101,7 +104,7 @@ class PretendTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.untyped_storage, Tensor.data_ptr):
+        if func in _OF_THE_DATA:
             return func(args[0].data_here)
         if func is Tensor.tolist:
             machine = Machine.running()
@@ -115,6 +118,19 @@ class PretendTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return Machine.running().run(func, args, kwargs or {})
+
+
+class _Held:
+    """Counts the bytes of a pretended tensor for as long as the tensor has it. (``weakref.finalize`` takes longer.)"""
+
+    __slots__ = ("_key", "_machine", "_storage")
+
+    def __init__(self, machine: Machine, storage: torch.UntypedStorage) -> None:
+        self._machine, self._storage, self._key = machine, storage, storage._cdata
+        machine._hold(self._key, storage)
+
+    def __del__(self) -> None:
+        self._machine._release(self._key, self._storage)
 
 
 class Machine(TorchDispatchMode):
@@ -163,6 +179,11 @@ class Machine(TorchDispatchMode):
         rows += [f"{count:6} waits  {name}  {line}" for (name, line), count in self.waits.most_common(lines)]
         return "\n" + "\n".join(rows)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing is compiled here, and keeping the compiler out takes a tenth of an operation's time
+        return False
+
     # --- making and moving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Machine:
@@ -191,14 +212,14 @@ class Machine(TorchDispatchMode):
                 "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
             )
         made = PretendTensor(data, device)
-        storage = data.untyped_storage()
-        key = storage._cdata
+        made._held = _Held(self, data.untyped_storage())
+        return made
+
+    def _hold(self, key: int, storage: torch.UntypedStorage) -> None:
         if not self._holders[key]:
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
         self._holders[key] += 1
-        weakref.finalize(made, self._release, key, storage)
-        return made
 
     def _release(self, key: int, storage: torch.UntypedStorage) -> None:
         self._holders[key] -= 1
@@ -238,45 +259,50 @@ class Machine(TorchDispatchMode):
         """Do an operation on CPU data, if the devices allow it, and note it."""
         if func is torch.ops.prim.device.default:
             return args[0].device
-        name = func.overloadpacket.__name__
-        flat = _flat(args, kwargs)
-        there = [one for one in flat if isinstance(one, PretendTensor)]
+        there: list[PretendTensor] = []
+        here: list[Tensor] = []
+        for one in _flat(args, kwargs):
+            if isinstance(one, PretendTensor):
+                there.append(one)
+            elif isinstance(one, Tensor):
+                here.append(one)
         wanted = kwargs.get("device")
         target = _indexed(torch.device(wanted)) if wanted is not None else None
         if not there and (target is None or target.type in ("cpu", "meta")):
             return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
         if name == "_to_copy":
             return self._copied(args[0], target, kwargs)
         if name == "copy_":
             return self._copied_into(args[0], args[1])
-        device = self._device_of(func, name, args, flat, there, target)
+        device = self._device_of(func, name, args, here, there, target)
         if device.type == "mps" and name in NOT_ON_MPS:
             raise NotImplementedError(f"The operator 'aten::{name}' is not currently implemented for the MPS device.")
+        is_foreach = name.startswith("_foreach")
         if device.type != "cpu" and name.startswith("_fused"):
             raise RuntimeError(f"{name} of the CPU was given tensors on {device} ({calling_line()}).")
         self._note(func, name, args, there)
-        known = {id(one.data_here): one for one in there}
-        args, kwargs = _on_the_cpu(args), {key: _on_the_cpu(value) for key, value in kwargs.items()}
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": CPU}
-        kwargs.pop("pin_memory", None)
+        args = tuple(map(_on_the_cpu, args))
+        if kwargs:
+            kwargs = {key: _on_the_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+            if "device" in kwargs:
+                kwargs["device"] = CPU
         out = read_off(args[0]) if name == "_linalg_eigh" and is_diagonal(args[0]) else func(*args, **kwargs)
-        is_foreach = name.startswith("_foreach")
-        devices = iter([one.said for one in there]) if is_foreach else iter(())
-
-        def wrapped(data: Tensor) -> Tensor:
-            where = next(devices, device)
-            same = known.get(id(data))
-            # operations in place return what they were given, unless they change its shape
-            if same is not None and same.shape == data.shape and same.stride() == data.stride():
-                return same
-            return self.place(data, where)
-
         if isinstance(out, Tensor):
-            return wrapped(out)
-        if isinstance(out, list | tuple):
-            return type(out)(wrapped(one) if isinstance(one, Tensor) else one for one in out)
+            return self._wrapped(out, there, device)
+        if isinstance(out, (list, tuple)):
+            devices = iter([one.said for one in there]) if is_foreach else iter(())
+            return type(out)(
+                self._wrapped(one, there, next(devices, device)) if isinstance(one, Tensor) else one for one in out
+            )
         return out
+
+    def _wrapped(self, data: Tensor, there: list[PretendTensor], device: torch.device) -> Tensor:
+        for same in there:
+            # operations in place return what they were given, unless they change its shape
+            if same.data_here is data and same.shape == data.shape and same.stride() == data.stride():
+                return same
+        return self.place(data, device)
 
     def _copied(self, source: Tensor, target: torch.device | None, kwargs: Any) -> Tensor:
         here = source.device
@@ -301,10 +327,15 @@ class Machine(TorchDispatchMode):
         return target
 
     def _device_of(
-        self, func: Any, name: str, args: Any, flat: list[Any], there: list[PretendTensor], target: torch.device | None
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        here: list[Tensor],
+        there: list[PretendTensor],
+        target: torch.device | None,
     ) -> torch.device:
         """Return where an operation is done; refuse tensors of different devices."""
-        here = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, PretendTensor)]
         places = {one.said for one in there}
         if name.startswith("_foreach"):
             # tensor by tensor where they are not all alike; then each set must be in one place
@@ -355,8 +386,9 @@ class Machine(TorchDispatchMode):
 def _flat(args: Any, kwargs: Any) -> list[Any]:
     """Return what an operation was given, with the tensors of its lists. (torch's own function is far slower.)"""
     flat: list[Any] = []
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, list | tuple):
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        # (a union of types takes ten times as long)
+        if isinstance(one, (list, tuple)):
             flat.extend(one)
         else:
             flat.append(one)
@@ -366,7 +398,7 @@ def _flat(args: Any, kwargs: Any) -> list[Any]:
 def _on_the_cpu(value: Any) -> Any:
     if isinstance(value, PretendTensor):
         return value.data_here
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return type(value)(_on_the_cpu(one) for one in value)
     return value
 
@@ -409,12 +441,18 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _SPECIAL:
+            if func in _OF_THE_DATA or func is Tensor.tolist:
+                return func(*args, **kwargs)
+            # as the tensors would do when asked in their turn
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in _MOVES:
             return self._machine.moved(func.__name__, *args, **kwargs)
         if func in _PRODUCTS and isinstance(args[0], PretendTensor) and args[0].ndim == 1 < args[1].ndim:
             # torch removes a dimension in place, which a pretended tensor does not notice
             return (args[0].unsqueeze(0) @ args[1]).squeeze(-2)
-        if func in (torch.tensor, torch.as_tensor):
+        if func in _MAKING:
             device = kwargs.pop("device", None)
             if func is torch.as_tensor and isinstance(args[0], Tensor):
                 wanted = (kwargs.get("dtype"), *args[1:], device)

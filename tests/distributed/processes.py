@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def run_everywhere(size: int, cases: Mapping[str, Case]) -> list[dict[str, Any]]
         return [pickle.loads((folder / f"outcomes-{rank}").read_bytes()) for rank in range(size)]
 
 
+@cache
 def run_alone(case: Case) -> Any:
-    """Run a case in this process, on all of the data."""
+    """Run a case in this process, on all of the data; once, whatever number of processes is compared with it."""
     with tempfile.TemporaryDirectory() as folder:
         return case(Place(0, 1, Path(folder)))

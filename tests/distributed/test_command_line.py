@@ -25,7 +25,7 @@ from tests.forked import run_program
 TOLERANCE = 1e-6
 # standalone: a meeting place of its own, also beside other tests that launch processes
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-_PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "41", "--measure-at", "0,2,4")
+_PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "21", "--measure-at", "0,2,4")
 
 
 def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def test_a_figure_of_the_paper_on_two_processes(tmp_path: Path) -> None:
     assert (first.out + second.out).count("Written:") == 1
     for name in ("results.json", "figure1.png", "figure1.pdf", "report.html", "config.json", "table.csv"):
         assert (tmp_path / "two" / name).stat().st_size > 0, name
-    settings = scaled("digits-linear", steps=4, samples=41, measure_at=[0, 2, 4])
+    settings = scaled("digits-linear", steps=4, samples=21, measure_at=[0, 2, 4])
     experiment = Experiment(plans.get("figure1"), settings, settings.load_data())
     one = experiment.run(tmp_path / "one", show_bars=False)
     assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)

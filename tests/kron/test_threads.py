@@ -71,7 +71,7 @@ def test_after_an_interrupt_nothing_goes_on(threads):
     def slow() -> None:
         begun.append(1)
         first = len(begun) == 1
-        time.sleep(0.1)
+        time.sleep(0.3 if first else 0.1)
         if first:  # when all are submitted: an exception inside a callback of the interpreter would be lost
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)

@@ -102,16 +102,16 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
     model: nn.Module
     columns: int | None = None
     if kind == "convolution":
-        model = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 30, 3), nn.Flatten(), nn.LazyLinear(5))
-        data = [(torch.randn(40, 3, 12, 12), torch.randint(5, (40,)))]
+        model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 16, 3), nn.Flatten(), nn.LazyLinear(5))
+        data = [(torch.randn(24, 3, 9, 9), torch.randint(5, (24,)))]
         model(data[0][0])
     elif kind == "tokens":
         model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Flatten(), nn.Linear(480, 5))
         data = [(torch.randn(40, 12, 24), torch.randint(5, (40,)))]
     else:
-        model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 30))
+        model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
         # so many samples that they are cut into chunks, each of which must find its own random numbers
-        data = [(torch.randn(40, 24), torch.randint(30, (40,)))]
+        data = [(torch.randn(40, 12), torch.randint(30, (40,)))]
         columns = 8
     layers = ["0.weight", "2.weight"]
     loss = nn.CrossEntropyLoss()

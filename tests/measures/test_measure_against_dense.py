@@ -154,9 +154,15 @@ def _arbitrary(layer: Layer) -> tuple[str, ...]:
 
 
 def _cases() -> Iterator[tuple[str, str, str]]:
-    for model, (_, _, losses) in MODELS.items():
-        for loss in losses:
-            for setting in SETTINGS if loss == losses[0] else _FEW:
+    """Each model with each setting, and with each loss.
+
+    What labels and a loss have to do with each other is how many terms a sample has, and how they are averaged: where
+    samples have several, each loss is asked in each way, and elsewhere in one of them, another one for the next model.
+    """
+    for number, (model, (_, _, losses)) in enumerate(MODELS.items()):
+        for place, loss in enumerate(losses):
+            few = _FEW if model == "tied" else (_FEW[(number + place) % len(_FEW)],)
+            for setting in SETTINGS if place == 0 else few:
                 yield model, loss, setting
 
 

@@ -12,7 +12,7 @@ import kronscope as ks
 from kronscope.support.files import write_atomically
 from tests.watching.running import LOSS, OPTIMIZERS, bits, network, points, train
 
-STEPS, EVERY, SAVED = 120, 3, 10
+STEPS, EVERY, SAVED = 48, 3, 8
 
 
 def work(folder: Path) -> None:

@@ -8,6 +8,7 @@ basis, and steps depend on it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,16 +18,16 @@ import torch
 from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 
-# All there is happens in the first sixteen: both bad gradients, and four or five refreshes of every factor.
-STEPS, MANY = 16, 30
-BAD = ((7, "everywhere"), (13, "one process"))
+# All there is happens in the first ten: both bad gradients, and refreshes of every factor before and after them.
+STEPS, MANY = 10, 30
+BAD = ((4, "everywhere"), (6, "one process"))
 TOLERANCE = 1e-10
 
 
-def run(mode: str, name: str, steps: int) -> dict[str, Any]:
+def run(mode: str, name: str, steps: int, bad: Sequence[tuple[int, str]] = BAD) -> dict[str, Any]:
     model = wrapped(mode, "square" in name, scalar=mode in ("single", "ddp", "divided"))
     optimizer = made(mode, name, model.parameters())
-    train(model, optimizer, range(steps), bad=BAD)
+    train(model, optimizer, range(steps), bad=bad)
     return {**values(model), "skipped": torch.tensor(optimizer.skipped_steps)}
 
 
@@ -53,7 +54,8 @@ CASES = {
 
 @pytest.mark.parametrize(("mode", "size", "name"), [(*place, name) for place, names in CASES.items() for name in names])
 def test_parameters_after_many_steps_are_those_of_one_process(pool: Pool, mode: str, size: int, name: str) -> None:
-    steps = MANY if size == 2 else STEPS
+    # every optimizer once, and every way to divide the work once
+    steps = MANY if size == 2 and (mode == "ddp" or name == "shampoo, whole") else STEPS
     expected = single(name, steps)
     found = pool.run(run, size, mode=mode, name=name, steps=steps)
     assert int(expected["skipped"]) == len(BAD)
@@ -66,7 +68,9 @@ def test_parameters_after_many_steps_are_those_of_one_process(pool: Pool, mode: 
 
 def test_soap_in_a_null_space_is_as_determined_as_its_basis(pool: Pool) -> None:
     """Whole matrices: the factor of a 9 x 36 layer has a null space until the fourth step."""
-    expected = single("soap, whole", STEPS)
-    for one in pool.run(run, 2, mode="ddp", name="soap, whole", steps=STEPS):
+    # the bad gradients come when the null space is gone
+    options: dict[str, Any] = {"name": "soap, whole", "steps": 16, "bad": ((7, "everywhere"), (13, "one process"))}
+    expected = run("single", **options)
+    for one in pool.run(run, 2, mode="ddp", **options):
         for key, value in one.items():
             assert float((value - expected[key]).abs().max()) < 0.1 * float(expected[key].abs().max()), key

@@ -55,9 +55,13 @@ class Draws:
 
     def signs(self, number: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
         """Signs ±1 of one draw, shape ``(samples, size)``."""
-        length = -(-size // 8)
-        drawn = b"".join(generator.bytes(length) for generator in self._generators(number))
-        rows = np.frombuffer(drawn, np.uint8).reshape(-1, length)
+        words = -(-size // 64)
+        # the generator's own `bytes`, which are these words' lowest bytes first, take twice as long
+        drawn = b"".join(
+            generator.bit_generator.random_raw(words).astype("<u8", copy=False).tobytes()
+            for generator in self._generators(number)
+        )
+        rows = np.frombuffer(drawn, np.uint8).reshape(-1, 8 * words)
         return torch.from_numpy(np.unpackbits(rows, axis=1, count=size)).to(dtype).mul_(2).sub_(1)
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
