@@ -141,6 +141,41 @@ def ratios(found: dict[str, dict[str, Any]], clock: str) -> dict[str, float]:
     }
 
 
+TITLES = {
+    "cnn": "CNN, 128 × 1568",
+    "mlp": "MLP 784-512-512-10",
+    "llama": "Llama block, 512",
+    "vit": "ViT, 192",
+    "lstm": "LSTM, 320",
+    "resnet18": "ResNet18",
+    "transformer": "transformer, 256",
+    "gpt2": "GPT-2 small, 2 layers",
+}
+
+
+def table(record: dict[str, Any], clock: str) -> str:
+    """Return the tables of docs/performance.md."""
+    lists = [name for name in TITLES if name in record]
+    times = {name: record[name]["times"] for name in lists}
+    ours, peers = ("Shampoo", "KLShampoo", "SOAP"), ("Distributed Shampoo", "published SOAP")
+    rows = [[f"{clock} ms of a step, first 20 / later", *(TITLES[name] for name in lists)], ["---"] * (1 + len(lists))]
+    for label in (*peers, *ours):
+        cells = [times[name][label][clock] for name in lists]
+        rows.append(
+            [f"`{label}`" if label in ours else label, *(f"{c['first']:.0f} / {c['later']:.0f}" for c in cells)]
+        )
+    for label in ours:
+        for peer in peers:
+            ratio = [times[name][label][clock]["mean"] / times[name][peer][clock]["mean"] for name in lists]
+            rows.append([f"mean, `{label}` / {peer}", *(f"{one:.2f}" for one in ratio)])
+    for label in ours:
+        cells = [times[name][label][clock] for name in lists]
+        keys = ("first / later", "slowest / mean, first", "slowest / mean, later")
+        text = [f"{c[keys[0]]:.2f}; {c[keys[1]]:.2f}, {c[keys[2]]:.2f}" for c in cells]
+        rows.append([f"`{label}`: first 20 / later; slowest / mean of the first, of the later", *text])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
@@ -151,7 +186,11 @@ def main() -> None:
     parser.add_argument("--distributed-shampoo", metavar="DIR")
     parser.add_argument("--published-soap", metavar="DIR")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", choices=["wall", "cpu"], help="print the tables of what is in OUT, and stop")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.out.read_text()), args.table))
+        return
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", message=".*without names")
     # lists that an earlier run left in the same file stay

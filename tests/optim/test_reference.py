@@ -161,6 +161,20 @@ def test_batched_equals_reference_for_soap(solver, beta1, beta2, scale):
     compare(hyper, (4, 4), (True, False))
 
 
+def test_rounding_is_not_blown_up_to_full_steps():
+    """Gradients along one direction, turned into the bases, are rounding errors everywhere else."""
+    # what the first steps, in other bases, left in the second moment is soon forgotten
+    hyper = replace(BASE, rule=SoapRule(), solver=WarmQR(), eps=1e-12, beta2=0.3)
+    state = hyper.rule.new_state(Blocks((40, 33), (0, 1), 1, torch.float32, torch.device("cpu")), hyper)
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(40, 1, generator=generator), torch.randn(1, 33, generator=generator)
+    along = left @ right / (left.norm() * right.norm())
+    for step in range(1, 41):
+        update = stack_update(state, along.unsqueeze(0) * 10.0 ** (step % 3), [0, 1], hyper, step, [[step < 3] * 2])[0]
+    across = update - (update * along).sum() * along
+    assert across.norm() < 0.1 * update.norm()
+
+
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_blocks_of_a_stack_do_not_mix_in_the_published_soap(beta1):
     hyper = replace(BASE, rule=PublishedSoapRule(), beta1=beta1)

@@ -76,7 +76,7 @@ class KLRule(RootRule):
                     # before the first root the other side is rms^(2/q) I; roots then hold a multiple of I as well
                     start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"].flatten(1)[:, 0]
                     weight = torch.where(seen, positive_power(trace, -0.5), start)
-                    whitened = batched_times(state[f"root{other}"], whitened, other) * weight.view(shape)
+                    whitened = batched_times(state[f"root{other}"], whitened, other).mul_(weight.view(shape))
             white[mode] = whitened
         for mode, whitened in white.items():
             count = moved[0].numel() // moved.shape[1 + mode]
