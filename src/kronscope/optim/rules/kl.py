@@ -18,7 +18,7 @@ from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, positive_power
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace, Warmup
-from kronscope.optim.grafts import block_norms
+from kronscope.optim.grafts import all_true, block_norms
 from kronscope.optim.reference import times
 from kronscope.optim.rules import register
 from kronscope.optim.rules.roots import RootRule
@@ -65,17 +65,21 @@ class KLRule(RootRule):
     ) -> None:
         """Add the Gram matrices of gradients that the other factors' roots have whitened."""
         shape = (-1, *[1] * (moved.ndim - 1))
-        rms = block_norms(moved).flatten() / math.sqrt(moved[0].numel())
+        # a pass over the gradients, which blocks that have had all their roots can do without
+        on_host = moved.device.type == "cpu"
+        is_known = on_host and all(all_true(state["spectrum"][:, mode, 0] > 0) for mode in modes)
+        rms = None if is_known else block_norms(moved).flatten() / math.sqrt(moved[0].numel())
         white = {}
         for mode in modes:
             whitened = moved
             for other in modes:
                 if other != mode:
                     trace = state["spectrum"][:, other, 0]
-                    seen = trace > 0
-                    # before the first root the other side is rms^(2/q) I; roots then hold a multiple of I as well
-                    start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"].flatten(1)[:, 0]
-                    weight = torch.where(seen, positive_power(trace, -0.5), start)
+                    weight = positive_power(trace, -0.5)
+                    if rms is not None:
+                        # before the first root the other side is rms^(2/q) I; roots then hold a multiple of I as well
+                        start = positive_power(rms, -1 / len(modes)) / state[f"root{other}"].flatten(1)[:, 0]
+                        weight = torch.where(trace > 0, weight, start)
                     whitened = batched_times(state[f"root{other}"], whitened, other).mul_(weight.view(shape))
             white[mode] = whitened
         for mode, whitened in white.items():
