@@ -564,7 +564,8 @@ def comparison(folder: Path) -> str:
 
     def table(title: str, cell: Callable[[str, str], str], *more: list[str]) -> str:
         lines = [[title, *best], ["---"] * (len(best) + 1), *more]
-        lines += [[label, *(cell(name, key) for name in best)] for key, label in LABELS.items()]
+        run_everywhere = [key for key in LABELS if all(key in found for found in best.values())]
+        lines += [[LABELS[key], *(cell(name, key) for name in best)] for key in run_everywhere]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     return "\n".join(

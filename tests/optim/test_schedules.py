@@ -27,7 +27,8 @@ def test_first_roots_too_can_be_spread_over_steps(kind):
     """Ten steps that took every root made the first twenty several times as long as the later ones."""
     shapes = [(12, 8)] * 10
     params = parameters(*shapes)
-    optimizer = kind(params, 1e-2, refresh=Warmup(20, 10, within=5))
+    options = {} if kind is SOAP else {"refresh": Warmup(20, 10, within=5)}
+    optimizer = kind(params, 1e-2, **options)
     roots = []
     for step in range(40):
         train(optimizer, params, [[gradients(shape, 40)[step]] for shape in shapes])
@@ -39,19 +40,17 @@ def test_first_roots_too_can_be_spread_over_steps(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_without_a_root_makes_a_tenth_of_adams_step(kind):
+def test_a_block_without_a_root_makes_adams_step(kind):
     params = parameters(*[(6, 4)] * 4)
-    starts = [param.detach().clone() for param in params]
-    twins = [nn.Parameter(start.clone()) for start in starts]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
     grads = [gradients((6, 4), 1, seed=place) for place in range(4)]
     optimizer = kind(params, 1e-2, refresh=Warmup(8, 8, within=4))
     train(optimizer, params, grads)
     train(torch.optim.AdamW(twins, 1e-2, betas=(0.9, 0.95), weight_decay=0.0), twins, grads)
     waiting = [int((optimizer.state[param]["tile0.refreshed"] > 0).sum()) == 0 for param in params]
     assert True in waiting
-    for param, twin, start, waits in zip(params, twins, starts, waiting, strict=True):
-        expected = twin if kind is SOAP else start + 0.1 * (twin - start)
-        assert torch.allclose(param, expected, rtol=1e-6) == (waits or kind is SOAP)
+    for param, twin, waits in zip(params, twins, waiting, strict=True):
+        assert torch.allclose(param, twin, rtol=1e-6) == (waits or kind is SOAP)
 
 
 @pytest.mark.parametrize("scale", ["trace", None, "norm"])
@@ -102,11 +101,12 @@ def test_the_first_steps_can_have_several_periods_of_which_the_last_is_repeated(
     assert ks.optim.config.decode(ks.optim.config.encode(schedule)) == schedule
 
 
+@pytest.mark.parametrize("kind", [Shampoo, KLShampoo])
 @pytest.mark.parametrize("shapes", [[(12, 8)] * 10, [(9, 5), (4, 7), (30, 30), (6, 1100)], [(40, 300 * 8)]])
-def test_with_two_steps_for_the_first_roots_every_block_has_one_at_the_first_and_all_at_the_second(shapes):
+def test_by_default_every_block_has_a_root_at_the_first_step_and_all_at_the_second(kind, shapes):
     """Adam's step instead, at the first steps, left a character model 0.03 behind after 250."""
     params = parameters(*shapes)
-    optimizer = KLShampoo(params, 1e-2, block_size=8 if shapes == [(40, 300 * 8)] else None)
+    optimizer = kind(params, 1e-2, block_size=8 if shapes == [(40, 300 * 8)] else None)
     for step in range(2):
         train(optimizer, params, [[gradients(shape, 2)[step]] for shape in shapes])
         for param in params:
@@ -265,14 +265,14 @@ def test_explain_says_which_share_of_a_step_to_expect(kind):
 
 
 def test_explain_says_how_the_first_steps_take_roots():
-    assert "the first 15 steps, which take each root 3 times: " in str(SOAP(layer()).explain())
-    assert "the first 10 steps, which take each root 2 times: " in str(Shampoo(layer()).explain())
+    assert "the first 20 steps, which take each root 4 times: " in str(SOAP(layer()).explain())
+    assert "the first 10 steps, which take each root 3 times: " in str(Shampoo(layer()).explain())
     assert "the first 3 steps, which take every root: " in str(Shampoo(layer(), refresh=Warmup(3, 10)).explain())
-    assert Warmup(10, 10, within=5) == DEFAULT_REFRESH
+    assert Warmup(10, 10, within=(2, 3, 5)) == DEFAULT_REFRESH
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_default_the_first_twenty_steps_take_one_to_three_passes_more_over_the_roots(kind):
+def test_by_default_the_first_twenty_steps_take_two_or_three_passes_more_over_the_roots(kind):
     """It was eleven passes, and ten steps that took all roots; later, twenty steps take two."""
     shapes = [(12, 8)] * 10
     params = parameters(*shapes)
@@ -281,5 +281,5 @@ def test_by_default_the_first_twenty_steps_take_one_to_three_passes_more_over_th
     for step in range(20):
         train(optimizer, params, [[gradients(shape, 20)[step]] for shape in shapes])
         passes.append(optimizer.metrics()["roots"] / 20)
-    assert sum(passes) == pytest.approx({Shampoo: 3, SOAP: 3.5, KLShampoo: 4.5}[kind])
-    assert max(passes) <= (0.5 if kind is KLShampoo else 0.2)
+    assert sum(passes) == pytest.approx(4.8 if kind is KLShampoo else 4)
+    assert max(passes) <= 0.5

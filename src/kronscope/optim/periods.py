@@ -97,8 +97,8 @@ class Warmup:
     Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much. With
     ``within=1`` every root is taken at each of the first steps, which then take several times as long as the later
     ones. With more, the first roots too are spread over steps: with 2, one side of each block has its root at the first
-    step, and the other at the second. Until a block has its first root, its step is a tenth of the graft's where
-    ``scale`` is one, else that of a root of the identity; SOAP's is Adam's.
+    step, and the other at the second. Until a block has its first root, its step is the graft's where ``scale`` is one,
+    else that of a root of the identity; SOAP's is Adam's.
 
     Attributes:
         first: Number of steps at the beginning.
@@ -297,9 +297,9 @@ class Budget:
 Schedule = Every | Warmup | Adaptive
 Refresh = Schedule | Budget
 
-# From trials (benchmarks/records/frontier): it ends where three or ten steps that take every root do, if blocks nearly
-# rest until they have one. SOAP and KL-Shampoo have their own.
-DEFAULT_REFRESH = Warmup(10, 10, within=5)
+# From trials (benchmarks/records/frontier): it ends where three or ten steps that take every root do, but only if each
+# block has a root at the first step. SOAP and KL-Shampoo have their own.
+DEFAULT_REFRESH = Warmup(10, 10, within=(2, 3, 5))
 
 
 def parse_refresh(value: object) -> Refresh:

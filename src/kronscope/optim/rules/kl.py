@@ -44,7 +44,7 @@ class KLRule(RootRule):
     class_name = "KLShampoo"
     is_plain_product = True
     # its factors need each other's roots: one more pass over them than Shampoo (benchmarks/records/frontier)
-    default_refresh: ClassVar[Refresh] = Warmup(15, 10, within=(2, 2, 4, 7))
+    default_refresh: ClassVar[Refresh] = Warmup(12, 10, within=(2, 2, 3, 5))
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
 
@@ -128,7 +128,7 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: Weight decay.
         scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
             it.
-        refresh: As for :class:`Shampoo`; by default each root 4 times in the first 15 steps, then once every 10.
+        refresh: As for :class:`Shampoo`; by default each root 4 times in the first 12 steps, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
         block_size: As for :class:`Shampoo`.

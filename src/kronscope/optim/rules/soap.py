@@ -45,7 +45,7 @@ class SoapRule(EigenbasisRule):
 
     carries = True
     # its first bases can wait a few steps: until then it is Adam
-    default_refresh: ClassVar[Refresh] = Warmup(15, 10, within=5)
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=5)
 
     def for_group(self, group: Mapping[str, Any]) -> Rule:
         """Return the published algorithm where ``reference=True`` asks for it."""
@@ -121,7 +121,7 @@ class SOAP(KroneckerOptimizer):
         eps: Adam's eps.
         weight_decay: Weight decay.
         refresh: When the bases are computed anew, as for :class:`Shampoo`. By default the first ones are spread over
-            five steps, and each is taken once every five of the first 15.
+            five steps, and each is taken once every five of the first 20.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
