@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -35,6 +36,7 @@ from optim_speed import fresh, resnet18, transformer
 from torch import Tensor
 
 from kronscope.optim import SOAP, KLShampoo, Shampoo
+from kronscope.optim.costs import _products
 
 Shape = tuple[int, ...]
 TURN, FIRST = 10, 20
@@ -176,6 +178,24 @@ def table(record: dict[str, Any], clock: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def products(name: str) -> dict[str, float]:
+    """Return the multiply-adds of a step's products with factors and roots, in parts of Distributed Shampoo's.
+
+    It has a factor for each dimension, kernels merged, in blocks of 1024, and makes two products with each.
+    """
+    shapes = [shape for shape in LISTS[name]() if len(shape) > 1]
+    kernels = [math.prod(shape[2:]) for shape in shapes]
+    sides = [(*shape[:2], kernel) if kernel > 1 else shape[:2] for shape, kernel in zip(shapes, kernels, strict=True)]
+    theirs = sum(2.0 * math.prod(shape) * min(size, 1024) for shape in sides for size in shape)
+    found = {}
+    for kind in (Shampoo, KLShampoo, SOAP):
+        optimizer = kind([torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes])
+        hyper = optimizer._hyper(optimizer.param_groups[0])
+        tiles = [tile for layout in optimizer._layouts.values() for tile in layout.tiles]
+        found[kind.__name__] = sum(tile.total * _products(tile, hyper) for tile in tiles) / theirs
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
@@ -186,13 +206,18 @@ def main() -> None:
     parser.add_argument("--distributed-shampoo", metavar="DIR")
     parser.add_argument("--published-soap", metavar="DIR")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--products", action="store_true", help="count products beside Distributed Shampoo's, and stop")
     parser.add_argument("--table", choices=["wall", "cpu"], help="print the tables of what is in OUT, and stop")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*without names")
+    if args.products:
+        for name in args.lists:
+            print(name, {kind: round(part, 2) for kind, part in products(name).items()})
+        return
     if args.table:
         print(table(json.loads(args.out.read_text()), args.table))
         return
     torch.set_num_threads(args.threads)
-    warnings.filterwarnings("ignore", message=".*without names")
     # lists that an earlier run left in the same file stay
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     warm_up(args)
