@@ -214,3 +214,19 @@ def test_the_learning_rate_rises_during_a_warm_up_and_a_run_without_one_is_calle
     assert "warmup" not in plain.config(dataset)
     with pytest.raises(OptionError, match="steps of warm-up"):
         scaled("digits-linear", warmup=-1)
+
+
+def test_another_learning_rate_is_used_said_and_checked():
+    settings, dataset = _prepare("digits-linear", steps=2, lr=0.5, warmup=2)
+    assert "learning rate 0.01 -> 0.5" in settings.cuts
+    config = settings.config(dataset)
+    assert config["lr"] == 0.5
+    assert "learning_rate" not in config
+    with Training(settings, dataset) as training:
+        assert training.optimizer.param_groups[0]["lr"] == 0.5
+        list(training.events())
+        assert training.optimizer.param_groups[0]["lr"] == 0.5
+    assert scaled("digits-linear", lr=0.01).cuts == scaled("digits-linear").cuts
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="learning rate must be positive"):
+            scaled("digits-linear", lr=bad)

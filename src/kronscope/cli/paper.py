@@ -48,7 +48,9 @@ class _Asked:
     download: Annotated[bool, typer.Option(help="Fetch MNIST or CIFAR-10 into the data folder if missing.")] = False
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu"
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0
-    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises to the paper's.")] = 0
+    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises to its value.")] = 0
+    lr: Annotated[float | None, typer.Option(help="Another learning rate than the workload's.")] = None
+    history_every: Annotated[int, typer.Option(help="Record one gradient in so many for Adagrad's matrix.")] = 1
     out: Annotated[Path | None, typer.Option(help="The run's folder; default runs/FIGURE-WORKLOAD.")] = None
     resume: Annotated[bool, typer.Option(help="Go on with the run in the folder.")] = False
     labels: Annotated[str, typer.Option(help="Where the figure takes exact labels: exact or sampled.")] = "exact"
@@ -121,6 +123,8 @@ def _prepare(plan: Plan, asked: _Asked) -> Experiment:
         seed=asked.seed,
         device=asked.device,
         warmup=asked.warmup,
+        lr=asked.lr,
+        history_every=asked.history_every,
     )
     processes = find_processes(None)
     if asked.download and processes.world_size > 1:

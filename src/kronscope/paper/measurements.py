@@ -108,6 +108,7 @@ class Measurements:
                 self._training.model,
                 list(self._names),
                 folder,
+                every=None if resumed else self._settings.history_every,
                 space=None if resumed else max(1, min(_MOST_HISTORY, free // 2) // processes.world_size),
                 resume=resumed,
                 distributed=processes.distributed,

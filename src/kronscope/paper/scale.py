@@ -7,6 +7,7 @@ steps, batch, samples and image size. On two idle processor cores a batch of 32 
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ class Settings:
         datasets: Data sets to look for, in this order.
         cuts: What differs from the paper, one line each.
         warmup: Steps in which the learning rate rises to its value; 0 for the paper's constant one.
+        learning_rate: The learning rate, None for the workload's.
+        history_every: One gradient in so many is recorded for Adagrad's matrix.
     """
 
     workload: str
@@ -58,11 +61,14 @@ class Settings:
     cuts: tuple[str, ...] = ()
     held_out: int = 0
     warmup: int = 0
+    learning_rate: float | None = None
+    history_every: int = 1
 
     @property
     def definition(self) -> workloads.Workload:
-        """The workload these are the settings of."""
-        return workloads.get(self.workload)
+        """The workload these are the settings of, with their learning rate."""
+        workload = workloads.get(self.workload)
+        return workload if self.learning_rate is None else replace(workload, lr=self.learning_rate)
 
     def load_data(
         self,
@@ -129,9 +135,10 @@ class Settings:
         """All of it as plain data, for a run's ``config.json``."""
         workload = self.definition
         settings = asdict(self)
-        del settings["datasets"]
-        if not self.warmup:
-            del settings["warmup"]  # as in runs from before there was one
+        del settings["datasets"], settings["learning_rate"]  # what there was, and the rate in use, follow below
+        for name, usual in (("warmup", 0), ("history_every", 1)):
+            if settings[name] == usual:
+                del settings[name]  # as in runs from before there was one
         return {
             **settings,
             "title": workload.title,
@@ -160,6 +167,8 @@ def scaled(
     seed: int = 0,
     device: str = "cpu",
     warmup: int = 0,
+    lr: float | None = None,
+    history_every: int = 1,
 ) -> Settings:
     """The settings of a run: the paper's or the small ones, with single values replaced.
 
@@ -175,7 +184,9 @@ def scaled(
         dataset: Use this data set only, instead of the first that is there.
         seed: Seed of everything random.
         device: Where to train.
-        warmup: Steps in which the learning rate rises linearly to the paper's.
+        warmup: Steps in which the learning rate rises linearly to its value.
+        lr: Another learning rate than the workload's.
+        history_every: Record one gradient in so many for Adagrad's matrix, whose rows then have error bars.
 
     Raises:
         OptionError: A value that makes no sense, or a device this machine does not have.
@@ -186,12 +197,15 @@ def scaled(
     workload = workloads.get(workload) if isinstance(workload, str) else workload
     if scale not in ("paper", "small"):
         raise OptionError(f"scale must be 'paper' or 'small', got {scale!r}.")
-    for name, value in (("steps", steps), ("batch", batch), ("samples", samples), ("image size", image_size)):
+    at_least_one = {"steps": steps, "batch": batch, "samples": samples, "image size": image_size}
+    for name, value in {**at_least_one, "history_every": history_every}.items():
         if value is not None and value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.")
     for name, value in (("held-out samples", held_out), ("steps of warm-up", warmup)):
         if value < 0:
             raise OptionError(f"{name} cannot be fewer than 0, got {value}.")
+    if lr is not None and not 0 < lr < math.inf:
+        raise OptionError(f"the learning rate must be positive, got {lr}.")
     if dataset is not None and dataset not in workload.datasets:
         raise OptionError(f"{workload.name} cannot run on {dataset!r}; it knows {', '.join(workload.datasets)}.")
     paper, preset = workload.paper, workload.paper if scale == "paper" else workload.small
@@ -209,6 +223,8 @@ def scaled(
         datasets=workload.datasets if dataset is None else (dataset,),
         held_out=held_out,
         warmup=warmup,
+        learning_rate=lr,
+        history_every=history_every,
     )
     cuts = [
         *_changed("steps", paper.steps, settings.steps),
@@ -216,6 +232,8 @@ def scaled(
         *_changed("samples", paper.samples, settings.samples),
         *_changed("image size", paper.image_size, settings.image_size),
         *_changed("warm-up", "none", f"{warmup} steps" if warmup else "none"),
+        *_changed("learning rate", f"{workload.lr:g}", f"{settings.definition.lr:g}"),
+        *_changed("gradients recorded", "all", "all" if history_every == 1 else f"one in {history_every}"),
     ]
     return replace(settings, cuts=tuple(cuts))
 

@@ -153,7 +153,7 @@ class Training:
         if not torch.isfinite(loss):
             raise NonFiniteError(
                 f"The loss of {settings.workload} is {value} at step {self.step + 1}: training has diverged. "
-                f"A larger batch (--batch) or another seed (--seed) may help; the learning rate is given."
+                f"A smaller learning rate (--lr), a warm-up (--warmup) or a larger batch (--batch) may help."
             )
         loss.backward()
         if settings.warmup:
