@@ -16,9 +16,11 @@ import argparse
 import json
 import math
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -40,33 +42,38 @@ TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "
 # Everything that decides a run, by its name.
 _SHORT = "--workload cifar-resnet18"
 _LONG = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --steps 3125 --samples 256"
-_VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 6250 --samples 128"
-_CONVNEXT = "--workload imagenet-convnext --dataset tiny-imagenet --batch 64 --steps 400 --samples 128"
+_VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 2500 --samples 128 --lr 3e-4 --warmup 100"
+_CONVNEXT = "--workload imagenet-convnext --dataset tiny-imagenet --samples 128"
 _GRID = "--measure-at 0,100,200,400,700,1000,1400,1900,2500,3125"
 RUNS = {
     "mnist2": "all --workload mnist2 --probes 5",
+    "mnist2-1": "all --workload mnist2 --seed 1",
+    "mnist2-2": "all --workload mnist2 --seed 2",
     "mnist2-all": "all --workload mnist2 --scale paper --held-out 2115 --probes 5",
     "cifar-resnet18": f"figures {_SHORT} --steps 300 --samples 128 --measure-at 0,10,30,100,300 --probes 5",
     "cifar-resnet18-spectrum": f"figure2 {_SHORT} --steps 100 --samples 32 --measure-at 0,100",
     "cifar-resnet18-long": f"figures {_LONG} {_GRID}",
-    "cifar-resnet18-long-1": f"figures {_LONG} --measure-at 3125 --seed 1",
+    "cifar-resnet18-long-1": f"all {_LONG} --measure-at 3125 --seed 1",
     "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
-    "cifar-vit-long": f"figure5 {_VIT} --measure-at 0,200,1000,3000,6250",
+    "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,2500",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
-    "imagenet-convnext-long": f"figures {_CONVNEXT} --warmup 100 --measure-at 0,50,100,200,400",
-    "imagenet-convnext-constant": f"figure1 {_CONVNEXT} --measure-at 400",
+    "imagenet-convnext-long": (
+        f"figures {_CONVNEXT} --batch 32 --steps 1500 --lr 5e-4 --warmup 100 --history-every 5 "
+        "--measure-at 0,50,100,200,400,800,1500"
+    ),
+    "imagenet-convnext-constant": f"figure1 {_CONVNEXT} --batch 64 --steps 400 --history-every 4 --measure-at 400",
 }
 # The verdicts' columns: a title, and records of the same network and length (several seeds).
 NETWORKS = {
-    "MNIST, 2,048 samples": ("mnist2",),
+    "MNIST, 2,048 samples": ("mnist2", "mnist2-1", "mnist2-2"),
     "MNIST, all 12,665": ("mnist2-all",),
     "ResNet18, 300 steps": ("cifar-resnet18", "cifar-resnet18-spectrum"),
     "ResNet18, 3,125 steps": ("cifar-resnet18-long", "cifar-resnet18-long-1"),
     "ViT, 1,000 steps": ("cifar-vit", "cifar-vit-short"),
-    "ViT, 6,250 steps": ("cifar-vit-long",),
+    "ViT, 2,500 steps": ("cifar-vit-long",),
     "ConvNeXt-T, 60 steps": ("imagenet-convnext",),
-    "ConvNeXt-T, 400 steps": ("imagenet-convnext-long",),
+    "ConvNeXt-T, 1,500 steps": ("imagenet-convnext-long",),
     "character GPT": ("language-model",),
 }
 
@@ -79,7 +86,19 @@ def commands() -> str:
 def run(names: Iterable[str], data_dir: Path, out: Path) -> None:
     for name in names:
         words = [*RUNS[name].split(), "--data-dir", str(data_dir), "--out", str(out / name), "--resume"]
-        subprocess.run([sys.executable, "-m", "kronscope", "paper", *words], check=True)
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        try:
+            subprocess.run([sys.executable, "-m", "kronscope", "paper", *words], check=True)
+        finally:
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            add_cost(out / f"{name}.cost.json", time.monotonic() - began, after.ru_utime - before.ru_utime)
+
+
+def add_cost(path: Path, wall: float, cpu: float) -> None:
+    """What a run took, all its parts together if it was stopped and went on."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"wall_seconds": 0.0, "cpu_seconds": 0.0}
+    known = {"wall_seconds": known["wall_seconds"] + wall, "cpu_seconds": known["cpu_seconds"] + cpu}
+    path.write_text(json.dumps(known) + "\n", encoding="utf-8")
 
 
 def collect(folders: Iterable[Path]) -> None:
@@ -89,6 +108,9 @@ def collect(folders: Iterable[Path]) -> None:
         results = results_so_far(folder)
         name = folder.resolve().name
         results.save(RECORDS / f"{name}.json")
+        cost = folder.with_name(f"{name}.cost.json")
+        if cost.exists():
+            shutil.copyfile(cost, RECORDS / cost.name)
         if (folder / "probes.json").exists():
             Results.load(folder / "probes.json").save(RECORDS / f"{name}-probes.json")
         if results.partial:  # a run that was stopped has not drawn anything
@@ -144,8 +166,21 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join([*out, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
+def named(rows: Iterable[Row], approximation: str) -> Row | None:
+    return next((row for row in rows if row.approximation == approximation), None)
+
+
 def cosine(rows: Iterable[Row], approximation: str) -> float | None:
-    return next((row.cosine for row in rows if row.approximation == approximation), None)
+    found = named(rows, approximation)
+    return None if found is None else found.cosine
+
+
+def together(one: Row, two: Row) -> float:
+    """A standard error of the difference of two cosines, as if they were independent; 0 where both are exact.
+
+    Both come from the same columns or records, and move together, so that it errs on the large side.
+    """
+    return math.hypot(*(0.0 if math.isnan(row.stderr) else row.stderr for row in (one, two)))
 
 
 def by_step(results: Results, truth: str, labels: str, batch: int = 1) -> dict[tuple[str, int], list[Row]]:
@@ -252,6 +287,23 @@ def exponent_table(workload: str, truth: str) -> str:
     return table(["step", "best p", "(L ⊗ R)^p", "p = 1", "p = ½"], lines)
 
 
+def seeds_table(workload: str, truth: str) -> str:
+    """The last measurement of runs that differ in their seeds alone: every number, and half its range."""
+    names = next(names for names in NETWORKS.values() if workload in names)
+    records = [loaded(name) for name in names if (RECORDS / f"{name}.json").exists()]
+    lines, values = [], []
+    for results in records:
+        groups = by_step(results, truth, own_labels(results, truth))
+        last = max(step for _, step in groups)
+        (rows,) = (rows for (_, step), rows in groups.items() if step == last)
+        values.append([cosine(rows, name) for name in TITLES])
+        lines.append([str(results.settings["seed"]), str(last), *map(number, values[-1])])
+    spread = [
+        number((max(column) - min(column)) / 2) if None not in column else "–" for column in zip(*values, strict=True)
+    ]
+    return table(["seed", "step", *TITLES.values()], [*lines, ["± half the range", "", *spread]])
+
+
 def family_table(workload: str, truth: str) -> str:
     results = loaded(workload)
     groups = by_step(results, truth, own_labels(results, truth))
@@ -267,11 +319,12 @@ def family_table(workload: str, truth: str) -> str:
 
 
 class Point(NamedTuple):
-    """A number a statement is judged by, at one layer and step."""
+    """A number a statement is judged by, at one layer and step, and its standard error if it is an estimate."""
 
     layer: str
     step: int
     value: float
+    stderr: float = 0.0
 
 
 class Statement(NamedTuple):
@@ -285,12 +338,15 @@ class Statement(NamedTuple):
 
     def verdict(self, records: Iterable[Results]) -> str:
         """Held if it holds at every point, partly if at half of them or more."""
-        values = [point.value for record in records for point in self.values(record)]
-        if not values:
+        points = [point for record in records for point in self.values(record)]
+        if not points:
             return "–"
-        good = sum(value <= self.limit + 1e-9 for value in values)
-        word = "held" if good == len(values) else "**partly**" if 2 * good >= len(values) else "**not held**"
-        return f"{word} {good}/{len(values)}, {max(values):.3f}"
+        good = sum(point.value <= self.limit + 1e-9 for point in points)
+        word = "held" if good == len(points) else "**partly**" if 2 * good >= len(points) else "**not held**"
+        worst = max(points, key=lambda point: point.value)
+        bar = f" ± {worst.stderr:.3f}" if worst.stderr else ""
+        near = sum(0 < abs(point.value - self.limit) < 2 * point.stderr for point in points)
+        return f"{word} {good}/{len(points)}, {worst.value:.3f}{bar}" + (f" ({near} open)" if near else "")
 
 
 def pairs(truth: str, low: str, high: str, labels: str | None = None, batch: int = 1) -> Callable[..., list[Point]]:
@@ -298,11 +354,11 @@ def pairs(truth: str, low: str, high: str, labels: str | None = None, batch: int
 
     def values(results: Results) -> list[Point]:
         groups = by_step(results, truth, labels or own_labels(results, truth), batch)
-        found = [(*key, cosine(rows, low), cosine(rows, high)) for key, rows in sorted(groups.items())]
+        found = [(key, *(named(rows, name) for name in (low, high))) for key, rows in sorted(groups.items())]
         return [
-            Point(layer, step, two - one)
-            for layer, step, one, two in found
-            if one is not None and two is not None and not math.isnan(one + two)
+            Point(*key, two.cosine - one.cosine, together(one, two))
+            for key, one, two in found
+            if one is not None and two is not None and not math.isnan(one.cosine + two.cosine)
         ]
 
     return values
@@ -311,10 +367,11 @@ def pairs(truth: str, low: str, high: str, labels: str | None = None, batch: int
 def batches(results: Results) -> list[Point]:
     """Shampoo² on real labels: batches of 256 minus batches of 1."""
     one, many = (by_step(results, "gauss_newton", "real", batch) for batch in (1, 256))
+    found = [(key, *(named(group.get(key, ()), "shampoo2") for group in (one, many))) for key in sorted(one)]
     return [
-        Point(*key, (cosine(many[key], "shampoo2") or 0.0) - (cosine(one[key], "shampoo2") or 0.0))
-        for key in sorted(one)
-        if key in many
+        Point(*key, large.cosine - small.cosine, together(small, large))
+        for key, small, large in found
+        if small is not None and large is not None
     ]
 
 
@@ -379,7 +436,7 @@ def runs_table(group: str, truth: str) -> str:
     lines = []
     for name in RUNS:
         if not (RECORDS / f"{name}.json").exists():
-            lines.append([f"`{name}`", *["–"] * 5, "**not run**"])
+            lines.append([f"`{name}`", *["–"] * 5, "**not run**", "–"])
             continue
         results = loaded(name)
         facts = results.settings
@@ -388,9 +445,27 @@ def runs_table(group: str, truth: str) -> str:
         reached = f"{max(results.steps):,} of {facts['steps']:,}" if results.partial else f"{facts['steps']:,}"
         batch = "all" if facts["batch"] is None else str(facts["batch"])
         lines.append(
-            [f"`{name}`", facts["data"], reached, batch, f"{facts['samples']:,}", str(facts["seed"]), accuracy]
+            [
+                f"`{name}`",
+                facts["data"],
+                reached,
+                batch,
+                f"{facts['samples']:,}",
+                str(facts["seed"]),
+                accuracy,
+                cost(name),
+            ]
         )
-    return table(["run", "data", "steps", "batch", "measured on", "seed", "test accuracy"], lines)
+    return table(["run", "data", "steps", "batch", "measured on", "seed", "test accuracy", "took"], lines)
+
+
+def cost(name: str) -> str:
+    """The time a run took, training and measuring together."""
+    path = RECORDS / f"{name}.cost.json"
+    if not path.exists():
+        return "–"
+    seconds = json.loads(path.read_text(encoding="utf-8"))
+    return f"{seconds['wall_seconds'] / 60:.0f} min, {seconds['cpu_seconds'] / 60:.0f} of CPU"
 
 
 def live_table(group: str, truth: str) -> str:
@@ -445,6 +520,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "probes": probes_table,
     "exponents": exponent_table,
     "family": family_table,
+    "seeds": seeds_table,
     "verdicts": verdicts_table,
     "runs": runs_table,
     "live": live_table,
