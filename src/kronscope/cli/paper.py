@@ -58,6 +58,7 @@ class _Asked:
     probes: Annotated[int, typer.Option(help="Also estimate with this many random probes, as the paper did.")] = 0
     population: Annotated[bool, typer.Option(help="Estimate for the population, with error bars.")] = False
     memory_budget: Annotated[str | None, typer.Option(help="Such as 4GiB.")] = None
+    accuracy: Annotated[float, typer.Option(help="The standard error to reach where the truth is estimated.")] = 0.01
 
 
 def _command(plan: Plan) -> Callable[..., None]:
@@ -132,7 +133,7 @@ def _prepare(plan: Plan, asked: _Asked) -> Experiment:
         processes.on_rank_0(lambda: len(settings.load_data(asked.data_dir, download=True)))
     with processes.failing_together():
         dataset = settings.load_data(asked.data_dir, download=asked.download)
-        options = Options(asked.draws, asked.probes, asked.population, asked.memory_budget)
+        options = Options(asked.draws, asked.probes, asked.population, asked.memory_budget, asked.accuracy)
         return Experiment(plan.with_labels(asked.labels), settings, dataset, options)
 
 

@@ -51,7 +51,7 @@ class Experiment:
         return {
             **self.settings.config(self.dataset),
             "figure": self.plan.name,
-            "options": vars(self.options) | {},
+            "options": self.options.config(),
         }
 
     def run(

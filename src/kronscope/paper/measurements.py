@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,12 +44,21 @@ class Options:
         probes: Also estimate each cosine with this many random probes, as the paper did; 0 for none.
         population: Estimate for the population the samples came from, with error bars.
         memory_budget: As for :func:`kronscope.measure`.
+        accuracy: The standard error to reach where there are so many classes that the truth itself is estimated.
     """
 
     draws: int = 1
     probes: int = 0
     population: bool = False
     memory_budget: int | str | None = None
+    accuracy: float = 0.01
+
+    def config(self) -> dict[str, Any]:
+        """All of it as plain data; without an accuracy that is the default, as in runs from before there was one."""
+        options = asdict(self)
+        if self.accuracy == Options.accuracy:
+            del options["accuracy"]
+        return options
 
 
 class Measurements:
@@ -142,6 +151,7 @@ class Measurements:
             draws=self._options.draws,
             population=self._options.population,
             memory_budget=self._options.memory_budget,
+            accuracy=self._options.accuracy,
             # the figure shows singular values beyond the first after the last step only
             spectrum_rank=8 if step == self._settings.measure_at[-1] else 1,
             progress=self._show_bars,
