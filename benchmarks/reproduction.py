@@ -43,7 +43,9 @@ TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "
 _SHORT = "--workload cifar-resnet18"
 _LONG = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --steps 3125 --samples 256"
 _VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 2500 --samples 128 --lr 3e-4 --warmup 100"
-_CONVNEXT = "--workload imagenet-convnext --dataset tiny-imagenet --samples 128"
+_CONVNEXT = (
+    "--workload imagenet-convnext --dataset imagenet-sample --batch 32 --steps 160 --samples 128 --accuracy 0.02"
+)
 _GRID = "--measure-at 0,100,200,400,700,1000,1400,1900,2500,3125"
 RUNS = {
     "mnist2": "all --workload mnist2 --probes 5",
@@ -58,11 +60,8 @@ RUNS = {
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
     "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,2500",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
-    "imagenet-convnext-long": (
-        f"figures {_CONVNEXT} --accuracy 0.02 --batch 32 --steps 1500 --lr 5e-4 --warmup 100 --history-every 5 "
-        "--measure-at 0,50,200,400,800,1500"
-    ),
-    "imagenet-convnext-constant": f"figure1 {_CONVNEXT} --batch 64 --steps 400 --history-every 4 --measure-at 400",
+    "imagenet-convnext-long": f"figures {_CONVNEXT} --lr 5e-4 --warmup 100 --measure-at 0,30,60,90,120,160",
+    "imagenet-convnext-constant": f"figures {_CONVNEXT} --measure-at 0,60,160",
 }
 # The verdicts' columns: a title, and records of the same network and length (several seeds).
 NETWORKS = {
@@ -73,7 +72,7 @@ NETWORKS = {
     "ViT, 1,000 steps": ("cifar-vit", "cifar-vit-short"),
     "ViT, 2,500 steps": ("cifar-vit-long",),
     "ConvNeXt-T, 60 steps": ("imagenet-convnext",),
-    "ConvNeXt-T, 1,500 steps": ("imagenet-convnext-long",),
+    "ConvNeXt-T, 160 steps": ("imagenet-convnext-long",),
     "character GPT": ("language-model",),
 }
 

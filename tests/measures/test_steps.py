@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 import kronscope as ks
 from kronscope import approx
 from kronscope.errors import KronscopeError, OptionError, ShapeError
+from kronscope.kron import Operator
+from kronscope.kron.block_diagonal import BlockDiagonal
 
 
 def problem(m: int, n: int, count: int) -> tuple[ks.GradientStream, Tensor]:
@@ -23,7 +27,31 @@ def problem(m: int, n: int, count: int) -> tuple[ks.GradientStream, Tensor]:
 @pytest.mark.parametrize(("m", "n", "count"), [(3, 5, 40), (6, 2, 7)])
 def test_quality_is_that_of_dense_solves(name: str, m: int, n: int, count: int) -> None:
     stream, g = problem(m, n, count)
-    H, K = ks.SecondMoment(stream), approx.get(name).fit(stream)
+    check_against_dense_solves(ks.SecondMoment(stream), approx.get(name).fit(stream), g)
+
+
+@pytest.mark.parametrize("optimizer", [ks.Shampoo, ks.KLShampoo, ks.SOAP])
+@pytest.mark.parametrize("block_size", [4, math.inf])
+def test_what_an_optimizer_holds_is_judged_also_in_blocks(optimizer: type[ks.Shampoo], block_size: float) -> None:
+    stream, g = problem(6, 5, 40)
+    weight = torch.nn.Parameter(torch.zeros(6, 5))
+    live = optimizer([weight], block_size=block_size)
+    for seed in range(3):
+        weight.grad = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
+        live.step()
+    check_against_dense_solves(ks.SecondMoment(stream), live.operator(weight), g)
+
+
+def test_entries_of_no_block_are_damped_alone() -> None:
+    stream, g = problem(2, 3, 20)
+    part = ks.GradientStream.from_tensors(torch.randn(9, 2, 2, generator=torch.Generator().manual_seed(0)))
+    corner = torch.tensor([[0, 1], [3, 4]])
+    K = BlockDiagonal((2, 3), [(corner, approx.get("shampoo2").fit(part))])
+    check_against_dense_solves(ks.SecondMoment(stream), K, g)
+
+
+def check_against_dense_solves(H: ks.SecondMoment, K: Operator, g: Tensor) -> None:
+    m, n = g.shape
     full, other = H.to_dense(), K.to_dense()
     other = other * (full * other).sum() / other.square().sum()
     eye, flat = torch.eye(m * n, dtype=torch.float64), g.flatten()

@@ -15,6 +15,7 @@ from torch import Tensor
 from kronscope.curvature import SecondMoment
 from kronscope.errors import ConvergenceError, NonFiniteError, OptionError, ShapeError
 from kronscope.kron import EigenbasisDiagonal, Identity, KroneckerProduct, Operator
+from kronscope.kron.block_diagonal import BlockDiagonal
 
 __all__ = ["StepQuality", "step_quality"]
 
@@ -112,6 +113,13 @@ def _preconditioned(K: Operator, scale: float, ridge: float, g: Tensor) -> Tenso
     """(sK + λI)⁻¹ g, in the eigenbasis of K."""
     if isinstance(K, Identity):
         return g / (scale * K.scale + ridge)
+    if isinstance(K, BlockDiagonal):
+        # entries of no block are mapped to zero, so that the damping alone is left there
+        step = (g / ridge).flatten()
+        for indices, operator in K.blocks:
+            index = indices.to(g.device)
+            step[index] = _preconditioned(operator, scale, ridge, g.flatten()[index])
+        return step.view_as(g)
     if isinstance(K, KroneckerProduct):
         bases = [factor.spectrum.vectors.to(g) for factor in (K.left, K.right)]
     elif type(K).shape is EigenbasisDiagonal.shape and isinstance(K, EigenbasisDiagonal):
@@ -121,8 +129,8 @@ def _preconditioned(K: Operator, scale: float, ridge: float, g: Tensor) -> Tenso
         ]
     else:
         raise OptionError(
-            f"{type(K).__name__} has no eigenbasis to be damped in; use a Kronecker product, or an approximation that "
-            "is diagonal in some basis."
+            f"{type(K).__name__} has no eigenbasis to be damped in; use a Kronecker product, blocks of such, or an "
+            "approximation that is diagonal in some basis."
         )
     left, right = bases
     values = scale * K.eigenvalues().to(g) + ridge
