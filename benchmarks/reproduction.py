@@ -18,12 +18,13 @@ import math
 import re
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kronscope import Results, figures
 from kronscope.measures.rows import Detail, Row
@@ -41,7 +42,8 @@ TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "
 
 # Everything that decides a run, by its name.
 _SHORT = "--workload cifar-resnet18"
-_LONG = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --steps 3125 --samples 256"
+_RESNET = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --samples 256"
+_LONG = f"{_RESNET} --steps 3125"
 _VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 2500 --samples 128 --lr 3e-4 --warmup 100"
 _CONVNEXT = (
     "--workload imagenet-convnext --dataset imagenet-sample --batch 32 --steps 160 --samples 128 --accuracy 0.02"
@@ -51,11 +53,13 @@ RUNS = {
     "mnist2": "all --workload mnist2 --probes 5",
     "mnist2-1": "all --workload mnist2 --seed 1",
     "mnist2-2": "all --workload mnist2 --seed 2",
+    "mnist2-sampled": "figure1 --workload mnist2 --labels sampled",
     "mnist2-all": "all --workload mnist2 --scale paper --held-out 2115 --probes 5",
     "cifar-resnet18": f"figures {_SHORT} --steps 300 --samples 128 --measure-at 0,10,30,100,300 --probes 5",
     "cifar-resnet18-spectrum": f"figure2 {_SHORT} --steps 100 --samples 32 --measure-at 0,100",
     "cifar-resnet18-long": f"figures {_LONG} {_GRID}",
     "cifar-resnet18-long-1": f"all {_LONG} --measure-at 3125 --seed 1",
+    "cifar-resnet18-sampled": f"figure1 {_RESNET} --steps 200 --measure-at 100,200 --labels sampled",
     "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
     "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,2500",
@@ -75,6 +79,10 @@ NETWORKS = {
     "ConvNeXt-T, 160 steps": ("imagenet-convnext-long",),
     "character GPT": ("language-model",),
 }
+
+
+# Runs of networks that had learned next to nothing when they ended: thin and grey in the figures.
+SHORT = ("ResNet18, 300 steps", "ViT, 1,000 steps", "ConvNeXt-T, 60 steps")
 
 
 def commands() -> str:
@@ -286,6 +294,25 @@ def exponent_table(workload: str, truth: str) -> str:
     return table(["step", "best p", "(L ⊗ R)^p", "p = 1", "p = ½"], lines)
 
 
+def sampled_table(workload: str, truth: str) -> str:
+    """Shampoo² fitted on exact labels, on labels that the model draws, and on real ones; a run and its sampled twin."""
+    usual, twin = loaded(workload), loaded(f"{workload.removesuffix('-long')}-sampled")
+    exact, real = (by_step(usual, truth, labels) for labels in ("exact", "real"))
+    return table(
+        ["step", "optimal", "exact labels", "labels drawn by the model", "real labels"],
+        (
+            [
+                str(key[1]),
+                number(cosine(exact[key], "optimal")),
+                *(number(cosine(rows[key], "shampoo2")) for rows in (exact, drawn, real)),
+            ]
+            for drawn in (by_step(twin, truth, "sampled"),)
+            for key in sorted(drawn)
+            if key in exact
+        ),
+    )
+
+
 def seeds_table(workload: str, truth: str) -> str:
     """The last measurement of runs that differ in their seeds alone: every number, and half its range."""
     names = next(names for names in NETWORKS.values() if workload in names)
@@ -483,23 +510,75 @@ def live_table(group: str, truth: str) -> str:
     return table(["optimizer", "step", "layer", "optimal", "Shampoo²", "in use"], lines)
 
 
+def steps_table(group: str, truth: str) -> str:
+    """Whether a better cosine goes with a better step, by damping: ranks of what was compared at one layer and step."""
+    found: dict[float, list[tuple[float, bool, float, float]]] = {}
+    for path in sorted((RECORDS.parent / "language_model").glob("*.json")):
+        for part in json.loads(path.read_text(encoding="utf-8")).get("steps", ()):
+            for layer, damping in dict.fromkeys((row["layer"], row["damping"]) for row in part["rows"]):
+                rows = [row for row in part["rows"] if (row["layer"], row["damping"]) == (layer, damping)]
+                scored = [(row["matrix cosine"], row["decrease"]) for row in rows]
+                best = max(scored)[1]
+                found.setdefault(damping, []).append(
+                    (
+                        rank_correlation(scored),
+                        best == max(step for _, step in scored),
+                        best,
+                        rows[0]["plain_decrease"],
+                    )
+                )
+    return table(
+        ["damping", "compared", "rank correlation", "best cosine has the best step", "its decrease", "the gradient's"],
+        (
+            [
+                f"{damping:g}",
+                str(len(groups)),
+                f"{statistics.fmean(item[0] for item in groups):.2f}",
+                f"{sum(item[1] for item in groups)} of {len(groups)}",
+                *(f"{statistics.median(item[place] for item in groups):.3f}" for place in (2, 3)),
+            ]
+            for damping, groups in sorted(found.items())
+        ),
+    )
+
+
+def rank_correlation(scored: Iterable[tuple[float, float]]) -> float:
+    """Spearman's correlation of pairs without ties.
+
+    >>> rank_correlation([(1.0, 10.0), (2.0, 20.0), (3.0, 15.0)])
+    0.5
+    """
+    first, second = zip(*scored, strict=True)
+    ranks = [[sorted(side).index(value) for value in side] for side in (first, second)]
+    return statistics.correlation(*ranks)
+
+
 def draw() -> None:
     """One picture for each statement: the numbers it is judged by, and its limit."""
     import matplotlib.pyplot as plt
 
     for statement in STATEMENTS:
         figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
-        for colour, (title, names) in enumerate(NETWORKS.items()):
-            label: str | None = title
-            for record in there(names):
+        learned = [title for title in NETWORKS if title not in SHORT]
+        for title in (*SHORT, *learned):
+            short = title in SHORT
+            style: dict[str, Any] = {
+                "color": f"{0.55 + 0.13 * SHORT.index(title)}" if short else f"C{learned.index(title)}",
+                "marker": "^sD"[SHORT.index(title)] if short else "o",
+                "ms": 3 if short else 4,
+                "lw": 0.6 if short else 1.2,
+                "label": title,
+            }
+            for record in there(NETWORKS[title]):
                 points = sorted(statement.values(record), key=lambda point: point.step)
                 for layer in dict.fromkeys(point.layer for point in points):
                     mine = [point for point in points if point.layer == layer]
                     steps, values = [point.step for point in mine], [point.value for point in mine]
                     # of several values at a step no line can say which belong together
-                    line = "o-" if len(set(steps)) == len(steps) else "o"
-                    axes.plot(steps, values, line, color=f"C{colour}", ms=4, lw=1, label=label, clip_on=False)
-                    label = None
+                    line = "-" if len(set(steps)) == len(steps) else ""
+                    bars = [2 * point.stderr for point in mine]
+                    axes.errorbar(steps, values, bars if any(bars) else None, ls=line, clip_on=False, **style)
+                    style["label"] = None
         axes.axhline(statement.limit, color="black", ls="--", lw=1, label="limit")
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(left=-0.1)
@@ -520,9 +599,11 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "exponents": exponent_table,
     "family": family_table,
     "seeds": seeds_table,
+    "sampled": sampled_table,
     "verdicts": verdicts_table,
     "runs": runs_table,
     "live": live_table,
+    "steps": steps_table,
 }
 
 
