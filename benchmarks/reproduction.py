@@ -44,7 +44,7 @@ TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "
 _SHORT = "--workload cifar-resnet18"
 _RESNET = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --samples 256"
 _LONG = f"{_RESNET} --steps 3125"
-_VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 2500 --samples 128 --lr 3e-4 --warmup 100"
+_VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 1600 --samples 128 --lr 3e-4 --warmup 100"
 _CONVNEXT = (
     "--workload imagenet-convnext --dataset imagenet-sample --batch 32 --steps 160 --samples 128 --accuracy 0.02"
 )
@@ -62,10 +62,10 @@ RUNS = {
     "cifar-resnet18-sampled": f"figure1 {_RESNET} --steps 200 --measure-at 100,200 --labels sampled",
     "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
-    "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,2500",
+    "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,1600",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
     "imagenet-convnext-long": f"figures {_CONVNEXT} --lr 5e-4 --warmup 100 --measure-at 0,30,60,90,120,160",
-    "imagenet-convnext-constant": f"figures {_CONVNEXT} --measure-at 0,60,160",
+    "imagenet-convnext-constant": f"figure4 {_CONVNEXT} --measure-at 0,60,160",
 }
 # The verdicts' columns: a title, and records of the same network and length (several seeds).
 NETWORKS = {
@@ -74,7 +74,7 @@ NETWORKS = {
     "ResNet18, 300 steps": ("cifar-resnet18", "cifar-resnet18-spectrum"),
     "ResNet18, 3,125 steps": ("cifar-resnet18-long", "cifar-resnet18-long-1"),
     "ViT, 1,000 steps": ("cifar-vit", "cifar-vit-short"),
-    "ViT, 2,500 steps": ("cifar-vit-long",),
+    "ViT, 1,600 steps": ("cifar-vit-long",),
     "ConvNeXt-T, 60 steps": ("imagenet-convnext",),
     "ConvNeXt-T, 160 steps": ("imagenet-convnext-long",),
     "character GPT": ("language-model",),

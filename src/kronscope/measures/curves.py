@@ -19,10 +19,11 @@ from kronscope.measures.rows import variants
 __all__ = ["EXPONENTS", "batch_size_curve", "default_batch_sizes", "exponent_curve", "kronecker_spectrum"]
 
 # What leading singular values beyond the first may cost in multiply-adds, and the passes over the data each one takes.
-# Two beyond the first are computed at any cost: they show whether the first stands out.
+# Two beyond the first show whether that stands out; they are left out only if each one takes several times as much.
 _SPECTRUM_OPERATIONS = 2e12
 _USUAL_PASSES = 40
 _LEAST_RANK = 3
+_PATIENCE = 3.0
 
 EXPONENTS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(41))
 
@@ -36,7 +37,7 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
     Args:
         stream: The truth.
         rank: How many leading singular values to find; 1 gives the curves alone. Where each one costs much (a pass over
-            a large layer in every round) fewer are found, but at least three.
+            a large layer in every round) fewer are found: three, or the first alone where one takes many minutes.
 
     Returns:
         ``ratio`` :math:`\sigma_1/\|\sigma\|` (the optimal cosine), ``left`` and ``right`` (the cosine between the first
@@ -63,8 +64,8 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
         for gram, vector in zip(grams, (first_left, first_right), strict=True)
     ]
     sigma, lefts, rights = [best.sigma], first_left[None], first_right[None]
-    affordable = int(_SPECTRUM_OPERATIONS // (_USUAL_PASSES * moment.contraction_cost()))
-    rank = min(rank, max(affordable, _LEAST_RANK))
+    affordable = _SPECTRUM_OPERATIONS / (_USUAL_PASSES * moment.contraction_cost())
+    rank = min(rank, max(int(affordable), _LEAST_RANK if _PATIENCE * affordable >= 1 else 1))
     if rank > 1:
         triples = singular_triples(moment, rank, tolerance=1e-6, max_rounds=200)
         sigma, lefts, rights = triples.sigma.tolist(), triples.left, triples.right
