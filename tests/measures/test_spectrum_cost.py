@@ -8,7 +8,6 @@ import torch
 import kronscope as ks
 from kronscope.measures import curves, kronecker_spectrum
 
-
 # how many values the allowed operations pay for, how many are asked for, how many there are
 CASES = [(0.5, 6, 3), (0.5, 2, 2), (1e6, 6, 6), (4.0, 6, 4), (0.1, 6, 1), (0.0, 2, 1)]
 
