@@ -190,6 +190,13 @@ def together(one: Row, two: Row) -> float:
     return math.hypot(*(0.0 if math.isnan(row.stderr) else row.stderr for row in (one, two)))
 
 
+def estimate(row: Row | None) -> str:
+    """A cosine, with its standard error if it has one."""
+    if row is None or math.isnan(row.cosine):
+        return "–"
+    return f"{row.cosine:.3f}" + ("" if math.isnan(row.stderr) else f" ± {row.stderr:.3f}")
+
+
 def by_step(results: Results, truth: str, labels: str, batch: int = 1) -> dict[tuple[str, int], list[Row]]:
     found: dict[tuple[str, int], list[Row]] = {}
     for row in results:
@@ -215,7 +222,7 @@ def main_table(workload: str, truth: str) -> str:
     return table(
         head,
         (
-            [*([layer] if several else []), str(step), *(number(cosine(rows, name)) for name in names)]
+            [*([layer] if several else []), str(step), *(estimate(named(rows, name)) for name in names)]
             for (layer, step), rows in sorted(groups.items())
         ),
     )
@@ -270,15 +277,11 @@ def probes_table(workload: str, truth: str) -> str:
     exact, probed = loaded(workload), loaded(f"{workload}-probes")
     mine, theirs = (by_step(results, truth, own_labels(results, truth)) for results in (exact, probed))
 
-    def estimate(rows: list[Row], name: str) -> str:
-        row = next(row for row in rows if row.approximation == name)
-        return f"{row.cosine:.3f} ± {row.stderr:.3f}"
-
     head = ["step", *(f"{TITLES[name]}{kind}" for name in SHAMPOOS for kind in (", exact", ", five probes"))]
     lines = (
         [
             str(key[1]),
-            *(text for name in SHAMPOOS for text in (number(cosine(rows, name)), estimate(theirs[key], name))),
+            *(text for name in SHAMPOOS for text in (number(cosine(rows, name)), estimate(named(theirs[key], name)))),
         ]
         for key, rows in sorted(mine.items())
     )

@@ -13,6 +13,7 @@ from kronscope import approx
 from kronscope.errors import KronscopeError, OptionError, ShapeError
 from kronscope.kron import Operator
 from kronscope.kron.block_diagonal import BlockDiagonal
+from kronscope.measures import steps
 
 
 def problem(m: int, n: int, count: int) -> tuple[ks.GradientStream, Tensor]:
@@ -40,6 +41,21 @@ def test_what_an_optimizer_holds_is_judged_also_in_blocks(optimizer: type[ks.Sha
         weight.grad = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
         live.step()
     check_against_dense_solves(ks.SecondMoment(stream), live.operator(weight), g)
+
+
+def test_several_approximations_share_one_newton_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, g = problem(4, 3, 30)
+    H, fits = ks.SecondMoment(stream), {name: approx.get(name).fit(stream) for name in ("optimal", "shampoo", "soap")}
+    apart = {name: ks.step_quality(H, K, g, damping=[0.1, 1.0]) for name, K in fits.items()}
+    solve, calls = steps._conjugate_gradients, []
+    monkeypatch.setattr(steps, "_conjugate_gradients", lambda *given: calls.append(1) or solve(*given))
+    together = ks.step_quality(H, fits, g, damping=[0.1, 1.0])
+    assert list(together) == list(fits)
+    for name, answers in together.items():
+        for one, other in zip(answers, apart[name], strict=True):
+            assert vars(one) == pytest.approx(vars(other), rel=1e-12)
+    assert len(calls) == 2
+    assert ks.step_quality(H, {}, g) == {}
 
 
 def test_entries_of_no_block_are_damped_alone() -> None:

@@ -6,8 +6,9 @@ approximations with the same cosine may lead to very different steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -46,9 +47,24 @@ class StepQuality:
     iterations: int
 
 
+@overload
 def step_quality(
-    H: SecondMoment, K: Operator, gradient: Tensor, damping: Sequence[float] = (1e-2, 1e-1, 1.0, 10.0)
-) -> list[StepQuality]:
+    H: SecondMoment, K: Operator, gradient: Tensor, damping: Sequence[float] = ...
+) -> list[StepQuality]: ...
+
+
+@overload
+def step_quality(
+    H: SecondMoment, K: Mapping[str, Operator], gradient: Tensor, damping: Sequence[float] = ...
+) -> dict[str, list[StepQuality]]: ...
+
+
+def step_quality(
+    H: SecondMoment,
+    K: Operator | Mapping[str, Operator],
+    gradient: Tensor,
+    damping: Sequence[float] = (1e-2, 1e-1, 1.0, 10.0),
+) -> list[StepQuality] | dict[str, list[StepQuality]]:
     r"""Compare :math:`(sK + \lambda I)^{-1} g` with :math:`(H + \lambda I)^{-1} g` at several dampings.
 
     The scale s is the one at which :math:`sK` is nearest to H, since some approximations are on another scale. The
@@ -56,12 +72,13 @@ def step_quality(
 
     Args:
         H: The matrix.
-        K: The approximation, of the same shape.
+        K: The approximation, of the same shape; or several by name, for which the damped Newton step, which takes most
+            of the time, is found once.
         gradient: The gradient g (m, n) that is to be preconditioned.
         damping: The :math:`\lambda`, as shares of the mean eigenvalue :math:`\operatorname{tr} H / mn`.
 
     Returns:
-        One answer for each damping.
+        One answer for each damping; of several approximations, such a list for each name.
 
     Raises:
         ShapeError: the shapes differ.
@@ -78,31 +95,44 @@ def step_quality(
     >>> best.plain_decrease < best.decrease < 1
     True
     """
-    if K.shape != H.shape or tuple(gradient.shape) != H.shape:
-        raise ShapeError(f"H acts on {H.shape} matrices, K on {K.shape}, and the gradient is {tuple(gradient.shape)}.")
+    operators = K if isinstance(K, Mapping) else {"": K}
+    for operator in operators.values():
+        if operator.shape != H.shape or tuple(gradient.shape) != H.shape:
+            raise ShapeError(
+                f"H acts on {H.shape} matrices, K on {operator.shape}, and the gradient is {tuple(gradient.shape)}."
+            )
     if not bool(torch.isfinite(gradient).all()):
         raise NonFiniteError("the gradient contains NaN or infinity.")
     if not damping or any(not share > 0 for share in damping):
         raise OptionError(f"damping must be positive numbers, got {tuple(damping)}.")
     g = gradient.detach().double().to(H.left().device)
-    inner, square = H.inner(K), K.norm() ** 2
-    if not (inner > 0 and square > 0 and float(g.norm()) > 0):
+    scales = {name: _scale(H, operator) for name, operator in operators.items()}
+    if not (all(scale > 0 for scale in scales.values()) and float(g.norm()) > 0):
         raise OptionError("the matrix, the approximation and the gradient must not be zero.")
-    scale, mean = inner / square, H.trace() / (H.shape[0] * H.shape[1])
-    found = []
+    mean = H.trace() / (H.shape[0] * H.shape[1])
+    found: dict[str, list[StepQuality]] = {name: [] for name in operators}
     for share in damping:
         ridge = share * mean
+        # first what may be refused, then what takes long
+        steps = {name: _preconditioned(operators[name], scales[name], ridge, g) for name in operators}
         newton, iterations = _conjugate_gradients(_damped(H, ridge), g)
-        step = _preconditioned(K, scale, ridge, g)
         best = float((g * newton).sum())
 
         def decrease(direction: Tensor, ridge: float = ridge, best: float = best) -> float:
             bent = float((direction * _damped(H, ridge)(direction)).sum())
             return float((g * direction).sum()) ** 2 / (bent * best)
 
-        angle = float((step * newton).sum() / (step.norm() * newton.norm()))
-        found.append(StepQuality(share, angle, decrease(step), decrease(g), iterations))
-    return found
+        plain = decrease(g)
+        for name, step in steps.items():
+            angle = float((step * newton).sum() / (step.norm() * newton.norm()))
+            found[name].append(StepQuality(share, angle, decrease(step), plain, iterations))
+    return found if isinstance(K, Mapping) else found[""]
+
+
+def _scale(H: SecondMoment, K: Operator) -> float:
+    """The s at which sK is nearest to H; 0 if there is none."""
+    square = K.norm() ** 2
+    return H.inner(K) / square if square > 0 else 0.0
 
 
 def _damped(H: SecondMoment, ridge: float) -> Callable[[Tensor], Tensor]:
