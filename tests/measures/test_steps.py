@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,7 +49,12 @@ def test_several_approximations_share_one_newton_step(monkeypatch: pytest.Monkey
     H, fits = ks.SecondMoment(stream), {name: approx.get(name).fit(stream) for name in ("optimal", "shampoo", "soap")}
     apart = {name: ks.step_quality(H, K, g, damping=[0.1, 1.0]) for name, K in fits.items()}
     solve, calls = steps._conjugate_gradients, []
-    monkeypatch.setattr(steps, "_conjugate_gradients", lambda *given: calls.append(1) or solve(*given))
+
+    def counted(apply: Callable[[Tensor], Tensor], gradient: Tensor) -> tuple[Tensor, int]:
+        calls.append(apply)
+        return solve(apply, gradient)
+
+    monkeypatch.setattr(steps, "_conjugate_gradients", counted)
     together = ks.step_quality(H, fits, g, damping=[0.1, 1.0])
     assert list(together) == list(fits)
     for name, answers in together.items():
