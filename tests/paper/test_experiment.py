@@ -11,7 +11,7 @@ import torch
 
 import kronscope as ks
 from kronscope.errors import RunError
-from kronscope.paper import Experiment, Options, Settings, plans, scaled
+from kronscope.paper import Experiment, Options, Settings, measurements, plans, scaled
 from kronscope.paper.data import Dataset
 from kronscope.paper.models import logits
 from kronscope.paper.training import Event
@@ -126,3 +126,36 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_results(tmp_path: Pat
     for name in ("results.json", "probes.json", "metrics.jsonl", "config.json"):
         ours, theirs = ((tmp_path / folder / name).read_bytes() for folder in ("killed", "undisturbed"))
         assert ours == theirs, name
+
+
+def test_one_gradient_in_so_many_is_recorded_and_its_rows_have_error_bars(tmp_path: Path) -> None:
+    settings = scaled("digits-linear", steps=12, samples=32, measure_at=[12], history_every=3)
+    assert "gradients recorded all -> one in 3" in settings.cuts
+    experiment = Experiment(plans.get("figure1"), settings, settings.load_data())
+    rows = [row for row in experiment.run(tmp_path / "run", show_bars=False) if row.truth == "adagrad"]
+    assert {row.samples for row in rows} == {4}
+    assert all(math.isfinite(row.stderr) and "4 of 12 steps were recorded" in row.note for row in rows)
+    assert experiment.config["history_every"] == 3
+    usual = scaled("digits-linear", steps=12)
+    assert "history_every" not in usual.config(usual.load_data())
+    with pytest.raises(ks.errors.OptionError, match="history_every must be at least 1"):
+        scaled("digits-linear", history_every=0)
+
+
+def test_the_accuracy_reaches_the_measurement_and_the_default_is_no_part_of_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def noted(*args: Any, **named: Any) -> list[ks.Results]:
+        given.append(named["accuracy"])
+        return ks.measure_fits(*args, **named)
+
+    monkeypatch.setattr(measurements, "measure_fits", noted)
+    settings = scaled("digits-linear", steps=1, samples=32, measure_at=[1])
+    for accuracy in (0.05, Options.accuracy):
+        options = Options(accuracy=accuracy)
+        experiment = Experiment(plans.get("figure4"), settings, settings.load_data(), options)
+        experiment.run(tmp_path / f"{accuracy}", show_bars=False)
+        assert ("accuracy" in experiment.config["options"]) is (accuracy != Options.accuracy)
+    assert given == [0.05, 0.01]
