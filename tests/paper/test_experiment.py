@@ -147,7 +147,7 @@ def test_the_accuracy_reaches_the_measurement_and_the_default_is_no_part_of_a_co
 ) -> None:
     given: list[float] = []
 
-    def noted(*args: Any, **named: Any) -> list[ks.Results]:
+    def noted(*args: Any, **named: Any) -> tuple[ks.Results, ...]:
         given.append(named["accuracy"])
         return ks.measure_fits(*args, **named)
 
