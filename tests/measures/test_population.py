@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -131,3 +132,63 @@ def test_what_has_no_formula_is_fitted_again() -> None:
     assert not halves.knows(ks.approx.get("soap"), stream)
     assert not halves.knows(ks.approx.get("shampoo2"), stream.map(lambda chunk: chunk))
     assert halves.refits is halves.refits
+
+
+@pytest.mark.parametrize("kind", ["dense", "columns", "factored", "shared"])
+def test_the_norm_of_a_finite_whole_is_that_of_fits_again(kind: str) -> None:
+    stream = _stream(kind, 12)
+    halves, refits = PopulationHalves(stream, stream, 1 / 40), Resampler(stream, stream, "samples", whole_square=1 / 40)
+    assert halves.norm == pytest.approx(refits.norm, rel=1e-10)
+    assert halves.norm > PopulationHalves(stream, stream).norm  # which has no pairs of samples with themselves
+
+
+@pytest.mark.parametrize("name", ["optimal", "shampoo2", "shampoo"])
+def test_a_whole_of_which_everything_was_seen_has_the_exact_cosine(name: str) -> None:
+    torch.manual_seed(5)
+    stream = ks.GradientStream.from_tensors(torch.randn(60, 3, 4).double(), torch.ones(60))
+    approximation = ks.approx.get(name)
+    found = PopulationHalves(stream, stream, 1 / 60).cosine(approximation)
+    assert found.value == pytest.approx(ks.cosine(ks.SecondMoment(stream), approximation.fit(stream)), rel=1e-9)
+    assert found.stderr == 0
+
+
+@pytest.mark.parametrize("name", ["optimal", "shampoo2", "shampoo"])
+def test_error_bars_of_a_finite_whole_are_as_wide_as_its_error(name: str) -> None:
+    approximation, off = ks.approx.get(name), []
+    for seed in range(24):
+        draw = torch.Generator().manual_seed(seed)
+        mixing = torch.randn(5, 5, generator=draw) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.3])
+        common = torch.randn(320, 1, 1, generator=draw) * torch.randn(5, 4, generator=draw)
+        grads = mixing @ torch.randn(320, 5, 4, generator=draw) + 2 * common
+        grads = grads.double() / (1 + torch.arange(320).view(-1, 1, 1) / 80)
+        whole = ks.GradientStream.from_tensors(grads, torch.ones(320))
+        seen = ks.GradientStream.from_tensors(grads[seed % 4 :: 4], torch.ones(80))
+        exact = ks.cosine(ks.SecondMoment(whole), approximation.fit(whole))
+        found = PopulationHalves(seen, seen, 1 / 320).cosine(approximation)
+        off.append((found.value - exact) / found.stderr)
+    errors = torch.tensor(off)
+    assert 0.6 < float(errors.square().mean().sqrt()) < 1.4, off
+    assert float(errors.abs().max()) < 4, off
+
+
+def test_a_thinned_history_fits_the_optimum_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    history = ks.GradientHistory.attach(optimizer, weight, ["weight"], every=2)
+    for seed in range(120):
+        optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(seed)
+        weight(torch.randn(8, 4, generator=draw)).square().mean().backward()
+        optimizer.step()
+    solved = []
+    module = importlib.import_module("kronscope.approx.optimal")
+    solve = module.singular_triples
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        solved.append(1)
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(module, "singular_triples", counted)
+    (row,) = ks.measure_history(history, ("optimal",), progress=False)
+    assert 0 < row.stderr < 0.1
+    assert len(solved) == 3  # with everything, and with each half: 21 with a group of steps left out at a time

@@ -17,7 +17,7 @@ from kronscope.measures.cosines import cosine, relative_error
 from kronscope.measures.estimates import RandomColumns, checked
 from kronscope.measures.facts import MatrixFacts, matrix_facts, why_no_eigenvalue
 from kronscope.measures.operators import Given
-from kronscope.measures.population import FEWEST_SAMPLES, PopulationHalves, checked_population
+from kronscope.measures.population import FEWEST_RECORDED, FEWEST_SAMPLES, PopulationHalves, checked_population
 from kronscope.measures.probes import Probes
 from kronscope.measures.resampling import Estimate, OtherDraws, Resampler
 from kronscope.measures.rows import Detail, Row
@@ -234,8 +234,8 @@ def _resampler(streams: LayerStreams) -> _Resampling | None:
     if streams.resample == "columns":
         return RandomColumns.of(streams.truth)
     if streams.resample == "samples":
-        if streams.truth.num_samples >= FEWEST_SAMPLES and not streams.whole_square:
-            return PopulationHalves(streams.truth, streams.fitted)
+        if streams.truth.num_samples >= (FEWEST_RECORDED if streams.whole_square else FEWEST_SAMPLES):
+            return PopulationHalves(streams.truth, streams.fitted, streams.whole_square)
         return Resampler(streams.truth, streams.fitted, "samples", whole_square=streams.whole_square)
     return _drawn_fit(streams)
 

@@ -15,6 +15,11 @@ with itself; both are wrong for the population. So no sample meets itself:
 
 Two fits are made in all. :class:`~kronscope.measures.Resampler` fits as often as it leaves out a group; it serves
 approximations without a formula, and the tests compare with it.
+
+Samples may also come from a finite whole, such as every k-th step of a run. Its matrix does have the pair of each step
+with itself, so these enter the norm in the share that they have in the whole; and a fit on the whole sees its own steps
+again, though less than a fit on what was recorded does: the answer lies between that of an infinite population and the
+cosine of what was recorded, as far as the share of the whole that was seen.
 """
 
 from __future__ import annotations
@@ -37,10 +42,12 @@ from kronscope.kron import KroneckerProduct, Operator
 from kronscope.measures.influence import factor_terms, knows_influence
 from kronscope.measures.resampling import Estimate, Resampler
 
-__all__ = ["FEWEST_SAMPLES", "PopulationHalves", "checked_population"]
+__all__ = ["FEWEST_RECORDED", "FEWEST_SAMPLES", "PopulationHalves", "checked_population"]
 
 # With fewer samples halves say nothing; then each of them is left out in turn and everything fitted again.
 FEWEST_SAMPLES = 8
+# The same for recorded steps of a run, whose gradients shrink while it goes on: halves are less alike.
+FEWEST_RECORDED = 40
 # Iterations may stop here: what is left in the cosine is of the second order, far below any error bar.
 _TOLERANCE = 1e-6
 # A sample left out leaves at least this share of a sum, so that logarithms stay finite.
@@ -53,36 +60,41 @@ class PopulationHalves:
     Args:
         truth: Gradients of the matrix.
         fitted: Gradients that approximations are fitted on, of the same samples; may be the same stream.
+        whole_square: Only for samples from a finite whole, see :class:`~kronscope.measures.Resampler`.
     """
 
     fixed_truth = False
 
-    def __init__(self, truth: GradientStream, fitted: GradientStream) -> None:
-        self.truth, self.fitted = truth, fitted
+    def __init__(self, truth: GradientStream, fitted: GradientStream, whole_square: float = 0.0) -> None:
+        self.truth, self.fitted, self._whole_square = truth, fitted, whole_square
         self._refits: Resampler | None = None
         weights = truth.weights()
         weights = weights / weights.sum()
         halves = torch.arange(len(weights)) % 2
         self._kept = [halves == half for half in (0, 1)]
         self._shares = [torch.where(kept, weights, 0.0) / weights[kept].sum() for kept in self._kept]
+        self._all = weights
         pairs = sample_pairs(SecondMoment(truth), halves) / truth.total_weight()
         # Σ_{i≠j} w_i w_j S_ij over Σ_{i≠j} w_i w_j
         self.square = float(weights @ pairs.sum(1)) / (1 - float(weights.square().sum()))
+        # what the finite whole's squared norm is of that, with all samples and without each of them
+        self._wider, self._wider_without = self._own_pairs(weights, pairs.sum(1)) if whole_square else (1.0, None)
         # what a sample of one half has to do with the matrix of the other
         self._crossed = [pairs[:, 1 - half] / weights[self._kept[1 - half]].sum() for half in (0, 1)]
+        self._within = [pairs[:, half] / weights[self._kept[half]].sum() for half in (0, 1)]
         self._moments = [self._half(truth, kept) for kept in self._kept]
         self._sources = self._moments if fitted is truth else [self._half(fitted, kept) for kept in self._kept]
 
     @property
     def norm(self) -> float:
         """The norm of the population's matrix, at the scale of the truth's weights."""
-        return math.sqrt(max(self.square, 0.0)) * self.truth.total_weight()
+        return math.sqrt(max(self.square * self._wider, 0.0)) * self.truth.total_weight()
 
     @property
     def refits(self) -> Resampler:
         """The same estimates by fitting again with groups of samples left out, for any approximation."""
         if self._refits is None:
-            self._refits = Resampler(self.truth, self.fitted, "samples")
+            self._refits = Resampler(self.truth, self.fitted, "samples", whole_square=self._whole_square)
         return self._refits
 
     def knows(self, approximation: Approximation, stream: GradientStream) -> bool:
@@ -118,10 +130,60 @@ class PopulationHalves:
             terms = self._terms(approximation, half, sources, factors, products, overlaps)
             own = (product.log() - norm.log()) / 2 - terms * share / (1 - share)
             moved += torch.where(kept, own, 0.0)
+        value /= math.sqrt(self._wider)
+        if self._wider_without is not None:
+            moved -= (self._wider_without / self._wider).log() / 2
         left_out = value * moved.exp()
         count = len(left_out)
         stderr = math.sqrt((count - 1) / count * float((left_out - left_out.mean()).square().sum()))
-        return Estimate(value, stderr)
+        found = Estimate(value, stderr)
+        return self._of_the_whole(found, approximation, sources, factors) if self._whole_square else found
+
+    def _own_pairs(self, weights: Tensor, pairs: Tensor) -> tuple[float, Tensor]:
+        """What the whole's squared norm is of :attr:`square`, with all samples and without each of them."""
+        itself = self._with_itself(weights)
+        together, square, share = float(weights @ pairs), float(weights.square().sum()), self._whole_square
+        if not together > 0:
+            return 1.0, torch.ones_like(weights)
+        wider = 1 - share + share * float(itself.sum()) * (1 - square) / together
+        distinct = (together - 2 * weights * pairs) / ((1 - weights).square() - square + weights.square())
+        without = 1 - share + share * (itself.sum() - itself) / (1 - weights) / distinct
+        return wider, without.clamp_min(_LEAST_LEFT)
+
+    def _with_itself(self, weights: Tensor) -> Tensor:
+        """The pair that each sample makes with itself, w_i S_ii (N,), for weights that sum to one."""
+        own = SecondMoment(self.truth).own_sums() / self.truth.total_weight() ** 2
+        return torch.where(weights > 0, own / weights.clamp_min(torch.finfo(weights.dtype).tiny), 0.0)
+
+    def _of_the_whole(
+        self,
+        found: Estimate,
+        approximation: Approximation,
+        sources: Sequence[SecondMoment],
+        factors: Sequence[tuple[Tensor, ...]],
+    ) -> Estimate:
+        """What was found for an infinite population, as that of the finite whole that the samples are a part of."""
+        operator = approximation.fit(self.truth if approximation.fits_truth else self.fitted)
+        plain = SecondMoment(self.truth).inner(operator) / (operator.norm() * self.norm)
+        weights = self.truth.weights()
+        seen = min(1.0, self._whole_square / float(weights.square().sum() / weights.sum() ** 2))
+        if isinstance(approximation, Optimal):
+            # halves may have optima far from each other that are equally good: products across them say less than
+            # how much better half of the samples can be fitted than all of them
+            value = 2 * plain - sum(self._of_half(half, sources[half], factors[half]) for half in (0, 1)) / 2
+        else:
+            value = found.value
+        value = min(value + seen * (plain - value), 1.0)
+        return Estimate(value, found.stderr * math.sqrt(1 - seen))
+
+    def _of_half(self, half: int, source: SecondMoment, factors: tuple[Tensor, ...]) -> float:
+        """The cosine of a half's optimum with the half that it was fitted on, by the whole's norm."""
+        left, right = factors
+        weights, share = self._shares[half], self._whole_square
+        distinct = float(weights @ self._within[half]) / (1 - float(weights.square().sum()))
+        itself = float(self._with_itself(self._all)[self._kept[half]].sum() / self._all[self._kept[half]].sum())
+        norm = math.sqrt((1 - share) * distinct + share * itself)
+        return float((source.left(right) * left).sum()) / (float(left.norm() * right.norm()) * norm)
 
     def _half(self, stream: GradientStream, kept: Tensor) -> SecondMoment:
         weights = stream.weights() * kept
