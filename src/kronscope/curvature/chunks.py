@@ -168,7 +168,7 @@ def products(atoms: Atoms, vectors: Tensor) -> Tensor:
     r"""Return :math:`\sum_i w_i \sum_c \langle G_{ic}, V\rangle G_{ic}` for each of several V (v, m, n)."""
     if isinstance(atoms, DenseAtoms):
         forms = (vectors.flatten(1) @ atoms.grads.flatten(2).flatten(0, 1).T).view(len(vectors), *atoms.grads.shape[:2])
-        return combined(atoms, forms * atoms.weights[:, None])
+        return combined(atoms, forms * atoms.weights[:, None].to(forms))
     rows, cols = atoms.row_factors, atoms.col_factors
     # ⟨BᵀA, V⟩ = ⟨B, A Vᵀ⟩ = ⟨A, B V⟩: the side that all columns share comes first
     if cols.shape[1] == 1:
@@ -177,7 +177,7 @@ def products(atoms: Atoms, vectors: Tensor) -> Tensor:
         forms = torch.einsum("kctn,vktn->vkc", cols, rows.squeeze(1) @ vectors.unsqueeze(1))
     else:
         forms = torch.einsum("kctm,vkctm->vkc", rows, cols @ vectors.mT[:, None, None])
-    return combined(atoms, forms * atoms.weights[:, None])
+    return combined(atoms, forms * atoms.weights[:, None].to(forms))
 
 
 def combined(atoms: Atoms, weights: Tensor) -> Tensor:

@@ -274,15 +274,18 @@ class SecondMoment:
         if V.shape[-2:] != self.shape:
             raise ShapeError(f"matvec needs (..., {self.shape[0]}, {self.shape[1]}), got {tuple(V.shape)}.")
         vectors = V.reshape(-1, *self.shape).double()
+        # of a size that any type can hold
+        sizes = vectors.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny).view(-1, 1, 1)
+        units = vectors / sizes
 
         def local() -> Tensor:
             out = torch.zeros_like(vectors)
-            for atoms in self._chunks():
-                for part in bounded(atoms):
-                    out += products(part.wide(), vectors.to(part.weights.device)).to(out)
+            for part in self._ready():
+                at = units.to(part.weights.device, torch.float32 if self._in_float32() else torch.float64)
+                out += products(part, at).to(out)
             return out
 
-        return self._summed(local, vectors.shape).view(V.shape)
+        return (sizes * self._summed(local, vectors.shape)).view(V.shape)
 
     def leading_eigenvalue(self, tolerance: float = TOLERANCE) -> float:
         """Return the largest eigenvalue, by Lanczos' method.
