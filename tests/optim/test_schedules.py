@@ -14,6 +14,7 @@ import kronscope as ks
 from kronscope.errors import OptionError, StateError
 from kronscope.optim import SOAP, Budget, KLShampoo, Shampoo, Warmup
 from kronscope.optim.config import DEFAULT_REFRESH
+from kronscope.optim.costs import refresh_cost
 from tests.optim.tools import gradients, parameters, train
 
 KINDS = [Shampoo, KLShampoo, SOAP]
@@ -27,8 +28,7 @@ def test_first_roots_too_can_be_spread_over_steps(kind):
     """Ten steps that took every root made the first twenty several times as long as the later ones."""
     shapes = [(12, 8)] * 10
     params = parameters(*shapes)
-    options = {} if kind is SOAP else {"refresh": Warmup(20, 10, within=5)}
-    optimizer = kind(params, 1e-2, **options)
+    optimizer = kind(params, 1e-2, refresh=Warmup(20, 10, within=5))
     roots = []
     for step in range(40):
         train(optimizer, params, [[gradients(shape, 40)[step]] for shape in shapes])
@@ -40,13 +40,13 @@ def test_first_roots_too_can_be_spread_over_steps(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_without_a_root_makes_adams_step(kind):
+def test_a_block_without_a_root_makes_a_tenth_of_adams_step_and_soap_all_of_it(kind):
     params = parameters(*[(6, 4)] * 4)
     twins = [nn.Parameter(param.detach().clone()) for param in params]
     grads = [gradients((6, 4), 1, seed=place) for place in range(4)]
     optimizer = kind(params, 1e-2, refresh=Warmup(8, 8, within=4))
     train(optimizer, params, grads)
-    train(torch.optim.AdamW(twins, 1e-2, betas=(0.9, 0.95), weight_decay=0.0), twins, grads)
+    train(torch.optim.AdamW(twins, 1e-2 if kind is SOAP else 1e-3, betas=(0.9, 0.95), weight_decay=0.0), twins, grads)
     waiting = [int((optimizer.state[param]["tile0.refreshed"] > 0).sum()) == 0 for param in params]
     assert True in waiting
     for param, twin, waits in zip(params, twins, waiting, strict=True):
@@ -67,11 +67,10 @@ def test_a_block_without_a_root_and_without_a_graft_has_that_of_the_identity(sca
 
 
 def test_a_warm_start_decomposes_the_first_time_whenever_that_is():
-    (param,) = parameters((6, 4))
-    late = SOAP([param], 1e-2, refresh=Warmup(8, 8, within=4), solver=ks.optim.WarmQR())
-    (grads,) = [gradients((6, 4), 4)]
-    train(late, [param], [grads])
-    state = late.state[param]
+    params = parameters((6, 4), (6, 4))
+    late = SOAP(params, 1e-2, refresh=Warmup(8, 8, within=4), solver=ks.optim.WarmQR())
+    train(late, params, [gradients((6, 4), 4)] * 2)
+    state = late.state[params[1]]  # the first one's bases come at the first step
     for mode in (0, 1):
         basis = state[f"tile0.basis{mode}"][0]
         assert int(state["tile0.refreshed"][0, mode]) > 0
@@ -94,28 +93,52 @@ def test_a_warm_up_has_sensible_periods():
 def test_the_first_steps_can_have_several_periods_of_which_the_last_is_repeated():
     schedule = Warmup(9, 4, within=(1, 2, 3))
     assert [schedule.place_at(step) for step in range(1, 15)] == [
-        *[(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 3), (1, 3), (2, 3)],
-        *[(1, 4), (2, 4), (3, 4), (0, 4), (1, 4)],
+        *[(*place, True) for place in [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 3), (1, 3), (2, 3)]],
+        *[(1, 4, False), (2, 4, False), (3, 4, False), (0, 4, False), (1, 4, False)],
     ]
     assert schedule.first_passes == 4
     assert ks.optim.config.decode(ks.optim.config.encode(schedule)) == schedule
 
 
-@pytest.mark.parametrize("kind", [Shampoo, KLShampoo])
-@pytest.mark.parametrize("shapes", [[(12, 8)] * 10, [(9, 5), (4, 7), (30, 30), (6, 1100)], [(40, 300 * 8)]])
-def test_by_default_every_block_has_a_root_at_the_first_step_and_all_at_the_second(kind, shapes):
-    """Adam's step instead, at the first steps, left a character model 0.03 behind after 250."""
+SHAPES = [[(12, 8)] * 10, [(9, 5), (4, 7), (30, 30), (6, 1100)], [(40, 300 * 8)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_in_the_first_steps_both_sides_of_a_block_take_their_roots_together(kind, shapes):
+    """A side without a root beside one with a root left an autoencoder 7 % behind; KL-Shampoo's need each other's."""
     params = parameters(*shapes)
     optimizer = kind(params, 1e-2, block_size=8 if shapes == [(40, 300 * 8)] else None)
-    for step in range(2):
-        train(optimizer, params, [[gradients(shape, 2)[step]] for shape in shapes])
+    period, apart = optimizer.param_groups[0]["refresh"].within[0], int(kind is KLShampoo)
+    for step in range(1, 2 * period + 1):
+        train(optimizer, params, [[gradients(shape, 2 * period)[step - 1]] for shape in shapes])
         for param in params:
-            state = optimizer.state[param]
-            for tile in range(len(optimizer._layouts[param].tiles)):
-                modes = list(optimizer._layouts[param].tiles[tile].modes)
-                has_root = state[f"tile{tile}.refreshed"][:, modes] > 0
-                assert has_root.any(1).all()
-                assert step == 0 or has_root.all()
+            for tile, layout in enumerate(optimizer._layouts[param].tiles):
+                taken = optimizer.state[param][f"tile{tile}.refreshed"][:, list(layout.modes)]
+                both = taken.min(1).values > 0
+                if taken.shape[1] > 1:
+                    difference = (taken[:, 1] - taken[:, 0])[both]
+                    assert (difference % period == apart).all()
+                    assert apart or both.eq(taken.max(1).values > 0).all()
+                assert step < period or both.all(), "every root within the first period"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_steps_have_about_equally_much_work(kind):
+    rng = torch.Generator().manual_seed(3)
+    shapes = [tuple(torch.randint(4, 40, (2,), generator=rng).tolist()) for _ in range(24)]
+    params = parameters(*shapes)
+    optimizer = kind(params, 1e-2)
+    (period, *_) = optimizer.param_groups[0]["refresh"].within
+    train(optimizer, params, [gradients(shape, 1) for shape in shapes])
+    loads, apart = [0.0] * period, int(kind is KLShampoo)
+    for param in params:
+        (layout,) = optimizer._layouts[param].tiles
+        phase = optimizer.state[param]["tile0.phase"][0]
+        for place, mode in enumerate(layout.modes):
+            turn = int(phase[layout.modes[0]] + place * apart) % period
+            loads[turn] += refresh_cost(layout, mode, optimizer._hyper(optimizer.param_groups[0]))
+    assert max(loads) < 1.15 * sum(loads) / period
 
 
 # --- states of the version before -----------------------------------------------------------------------------------
@@ -265,14 +288,15 @@ def test_explain_says_which_share_of_a_step_to_expect(kind):
 
 
 def test_explain_says_how_the_first_steps_take_roots():
-    assert "the first 20 steps, which take each root 4 times: " in str(SOAP(layer()).explain())
-    assert "the first 10 steps, which take each root 3 times: " in str(Shampoo(layer()).explain())
+    assert "the first 20 steps, which take each root 3 times: " in str(Shampoo(layer()).explain())
+    once = Warmup(20, 10, within=5)
+    assert "the first 20 steps, which take each root 4 times: " in str(SOAP(layer(), refresh=once).explain())
     assert "the first 3 steps, which take every root: " in str(Shampoo(layer(), refresh=Warmup(3, 10)).explain())
-    assert Warmup(10, 10, within=(2, 3, 5)) == DEFAULT_REFRESH
+    assert Warmup(20, 10, within=(3, 3, 14)) == DEFAULT_REFRESH
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_default_the_first_twenty_steps_take_two_or_three_passes_more_over_the_roots(kind):
+def test_by_default_the_first_twenty_steps_take_one_pass_more_over_the_roots_than_later_ones(kind):
     """It was eleven passes, and ten steps that took all roots; later, twenty steps take two."""
     shapes = [(12, 8)] * 10
     params = parameters(*shapes)
@@ -281,5 +305,5 @@ def test_by_default_the_first_twenty_steps_take_two_or_three_passes_more_over_th
     for step in range(20):
         train(optimizer, params, [[gradients(shape, 20)[step]] for shape in shapes])
         passes.append(optimizer.metrics()["roots"] / 20)
-    assert sum(passes) == pytest.approx(4.8 if kind is KLShampoo else 4)
-    assert max(passes) <= 0.5
+    assert sum(passes) == pytest.approx(3)
+    assert max(passes) <= (0.5 if kind is KLShampoo else 0.4)

@@ -28,10 +28,12 @@ class Place(NamedTuple):
     Attributes:
         turn: Its number in the period, from 0.
         period: The number of steps of the period.
+        first: Whether it is one of the first steps, in which the turns of a block's sides depend on each other.
     """
 
     turn: int
     period: int
+    first: bool = False
 
 
 class _Steady(ABC):
@@ -96,9 +98,10 @@ class Warmup:
 
     Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much. With
     ``within=1`` every root is taken at each of the first steps, which then take several times as long as the later
-    ones. With more, the first roots too are spread over steps: with 2, one side of each block has its root at the first
-    step, and the other at the second. Until a block has its first root, its step is the graft's where ``scale`` is one,
-    else that of a root of the identity; SOAP's is Adam's.
+    ones. With more, the first roots too are spread over steps, block by block: in these steps both sides of a block take
+    their roots together, or with KL-Shampoo, where one side needs the other's, one after the other. Until a block has
+    its first root, its step is a tenth of the graft's where ``scale`` is one, else that of a root of the identity;
+    SOAP's is Adam's. The second roots should follow soon: the first have seen one gradient.
 
     Attributes:
         first: Number of steps at the beginning.
@@ -163,9 +166,9 @@ class Warmup:
         begin = 1
         for period in others:
             if step < begin + period:
-                return Place(step - begin, period)
+                return Place(step - begin, period, first=True)
             begin += period
-        return Place((step - begin) % last, last)
+        return Place((step - begin) % last, last, first=True)
 
     def period_at(self, step: int) -> int:
         """Return the period that is in force at a factor's ``step``, counted from 1."""
@@ -297,9 +300,10 @@ class Budget:
 Schedule = Every | Warmup | Adaptive
 Refresh = Schedule | Budget
 
-# From trials (benchmarks/records/frontier): it ends where three or ten steps that take every root do, but only if each
-# block has a root at the first step. SOAP and KL-Shampoo have their own.
-DEFAULT_REFRESH = Warmup(10, 10, within=(2, 3, 5))
+# Each root three times in twenty steps, of which no three take more than all roots once: counted, the first twenty steps
+# take at most 1.5 times as long as the later ones, and none twice as long as they do on average. Roots of one gradient
+# harm if they stay: (1, 7, 12) ends far worse (docs/optimizers.md). SOAP and KL-Shampoo have their own.
+DEFAULT_REFRESH = Warmup(20, 10, within=(3, 3, 14))
 
 
 def parse_refresh(value: object) -> Refresh:

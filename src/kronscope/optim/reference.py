@@ -15,7 +15,7 @@ from kronscope.kron.roots import Eigh, solve_roots
 from kronscope.optim.block_math import isotropic_root, positive_power
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import Graft, Hyper, Norm, Trace
-from kronscope.optim.grafts import graft_direction, rescaled, update_second_moment
+from kronscope.optim.grafts import WAITING, graft_direction, rescaled, update_second_moment
 
 if TYPE_CHECKING:
     from kronscope.optim.rules.roots import RootRule
@@ -97,10 +97,11 @@ def update_with_roots(
                 update = update * positive_power(now[modes[0]] / grad.shape[mode], hyper.exponent(mode))
     if isinstance(hyper.scale, Graft):
         graft = graft_direction(mean, state.get("graft_sq"), hyper, step)
-        # a block that waits for its first root makes the graft's step
-        waits = hyper.waits_for_roots(step) and not any(state["spectrum"][mode, 0] > 0 for mode in modes)
+        # a block that waits for its first root makes a part of the graft's step
+        has_root = any(state["spectrum"][mode, 0] > 0 for mode in modes)
+        waits = preconditioned and hyper.waits_for_roots(step) and not has_root
         is_own = preconditioned and not waits and update.norm() > 0
-        update = update * (graft.norm() / update.norm()) if is_own else graft
+        update = update * (graft.norm() / update.norm()) if is_own else graft * (WAITING if waits else 1.0)
     elif isinstance(hyper.scale, Norm) and update.norm() > 0:
         update = update * (hyper.scale.rms * math.sqrt(grad.numel()) / update.norm())
     elif isinstance(hyper.scale, Trace) and hyper.scale.bound is not None:

@@ -46,8 +46,8 @@ class _Loads:
         lanes = self._loads[phase]
         lanes[lanes.index(min(lanes))] += cost
 
-    def best(self, cost: float, parity: int | None = None) -> int:
-        """Return the step, of those that are even or odd if asked for, that should take one more root.
+    def best(self, cost: float, steps: Sequence[int]) -> int:
+        """Return the one of some steps that should take one more root.
 
         The best steps are those that last no longer with it, because it fits into the shorter lane; of these, the one
         with the least room to spare is taken. If there is no such step, it is the one that is shortest with the root.
@@ -57,9 +57,34 @@ class _Loads:
             longest, after = max(lanes), min(lanes) + cost
             return (True, after) if after > longest else (False, longest - after)
 
-        period = len(self._loads)
-        steps = range(period) if parity is None or period == 1 else range(parity, period, 2)
         return min(steps, key=lambda phase: rank(self._loads[phase]))
+
+
+class _FirstLoads:
+    """How much work each of the steps has that take the first roots.
+
+    Args:
+        period: Number of these steps.
+        apart: Steps between the turns of two sides of a block.
+    """
+
+    def __init__(self, period: int, apart: int) -> None:
+        self._loads, self._apart = [0.0] * period, apart
+
+    def take(self, costs: Sequence[float], most: int) -> int:
+        """Return the step, one of the first ``most``, that a block should begin with, and give it the block's roots."""
+
+        def turns(start: int) -> list[int]:
+            return [(start + self._apart * place) % len(self._loads) for place in range(len(costs))]
+
+        def rank(start: int) -> tuple[float, float]:
+            after = [self._loads[turn] + cost for turn, cost in zip(turns(start), costs, strict=True)]
+            return max(after), sum(after)
+
+        start = min(range(min(most, len(self._loads))), key=rank)
+        for turn, cost in zip(turns(start), costs, strict=True):
+            self._loads[turn] += cost
+        return start
 
 
 def assign_phases(
@@ -67,9 +92,8 @@ def assign_phases(
 ) -> None:
     """Choose the phase of each new factor, the most costly ones first.
 
-    If the first roots are spread over two steps, one of the two sides of a block has an even phase and the other an odd
-    one, so that every block has a root at the first step; without any, that step costs more than it gains
-    (benchmarks/records/frontier).
+    In the first steps the phase of a block's first side decides for all of its sides. So it is chosen among those that
+    give each of the first steps about as much work.
 
     Args:
         everyone: State, layout and options of all parameters that had a gradient before.
@@ -84,23 +108,22 @@ def assign_phases(
     for side in earlier:
         for phase in side.phases[:, side.mode].tolist():
             loads[side.period].add(phase % side.period, side.cost)
+    first_loads: dict[tuple[int, int], _FirstLoads] = {}
     # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
     # share moments, should not
-    others: dict[int, Tensor] = {}
     for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
         phases, load = side.phases, loads[side.period]
-        other = None
-        if side.alternates:
-            # a factor that is alone counts as if its other side had an odd phase
-            other = others.get(id(phases), None if side.is_paired else torch.ones_like(phases[:, 0]))
         if phases.shape[0] > _GREEDY:
-            phases[:, side.mode] = (torch.arange(phases.shape[0]) + (other is not None)) % side.period
-        else:
-            for block in range(phases.shape[0]):
-                phase = load.best(side.cost, None if other is None else 1 - int(other[block]) % 2)
-                phases[block, side.mode] = phase
-                load.add(phase, side.cost)
-        others[id(phases)] = phases[:, side.mode]
+            phases[:, side.mode] = torch.arange(phases.shape[0]) % side.period
+            continue
+        first = first_loads.setdefault(side.first, _FirstLoads(*side.first))
+        steps = range(side.period)
+        for block in range(phases.shape[0]):
+            if side.together:
+                steps = range(first.take(side.together, side.period), side.period, side.first[0])
+            phase = load.best(side.cost, steps)
+            phases[block, side.mode] = phase
+            load.add(phase, side.cost)
 
 
 class _Side(NamedTuple):
@@ -111,27 +134,28 @@ class _Side(NamedTuple):
         period: The refresh period.
         phases: Phases (B, modes).
         mode: The mode.
-        is_paired: Whether other modes have factors too.
-        alternates: Whether the first roots are spread over two steps.
+        first: The period of the first roots, and the steps between those of two sides of a block.
+        together: What the roots of all sides of a block cost, if this is the first of them; otherwise empty.
     """
 
     cost: float
     period: int
     phases: Tensor
     mode: int
-    is_paired: bool
-    alternates: bool
+    first: tuple[int, int]
+    together: tuple[float, ...]
 
 
 def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
     """Yield the sides whose roots are spread over steps."""
     for state, layout, hyper in entries:
         for index, tile in enumerate(layout.tiles):
-            for mode in tile.modes:
-                if hyper.refresh.spread:
-                    phases = state[block_key(index, "phase")]
-                    cost, alternates = refresh_cost(tile, mode, hyper), hyper.refresh.place_at(1).period == 2
-                    yield _Side(cost, hyper.refresh.period, phases, mode, len(tile.modes) > 1, alternates)
+            if hyper.refresh.spread:
+                costs = tuple(refresh_cost(tile, mode, hyper) for mode in tile.modes)
+                first = hyper.refresh.place_at(1).period, hyper.rule.apart
+                phases = state[block_key(index, "phase")]
+                for place, (mode, cost) in enumerate(zip(tile.modes, costs, strict=True)):
+                    yield _Side(cost, hyper.refresh.period, phases, mode, first, () if place else costs)
 
 
 def due_blocks(
@@ -158,9 +182,9 @@ def due_blocks(
         elif anew or place.period == 1:
             due.append(torch.arange(count))
         elif isinstance(rows, slice):
-            due.append(stack.due(mode, place, rows))
+            due.append(stack.due(mode, place, rows, hyper.rule.apart))
         else:
-            index = due_at(place, stack.phase[rows, mode])
+            index = due_at(place, stack.phase[rows], mode, stack.modes, hyper.rule.apart)
             due.append(index if index.numel() else None)
     return due
 

@@ -108,11 +108,11 @@ class Stack:
         """The type of the state."""
         return next(iter(self.tensors.values())).dtype
 
-    def due(self, mode: int, place: Place, rows: slice) -> Tensor | None:
+    def due(self, mode: int, place: Place, rows: slice, apart: int) -> Tensor | None:
         """Return which blocks of ``rows``, counted from its first, are due in a mode; None for none."""
         key = (mode, *place, rows.start, rows.stop)
         if key not in self._due:
-            index = due_at(place, self.phase[rows, mode])
+            index = due_at(place, self.phase[rows], mode, self.modes, apart)
             self._due[key] = index if index.numel() else None
         return self._due[key]
 
@@ -128,9 +128,18 @@ class Stack:
         return self._rows[numbers]
 
 
-def due_at(place: Place, phases: Tensor) -> Tensor:
-    """Return the indices of the phases, which may be those of a longer period, whose turn it is."""
-    return (phases % place.period == place.turn).nonzero().flatten()
+def due_at(place: Place, phases: Tensor, mode: int, modes: Sequence[int], apart: int) -> Tensor:
+    """Return the blocks whose turn it is in a mode.
+
+    Args:
+        place: Where the step is in its period.
+        phases: Phases (B, modes), which may be those of a longer period.
+        mode: The mode.
+        modes: The modes that have factors.
+        apart: Steps between the turns of two sides of a block, in the first steps.
+    """
+    phase = phases[:, modes[0]] + apart * modes.index(mode) if place.first else phases[:, mode]
+    return (phase % place.period == place.turn).nonzero().flatten()
 
 
 def initial_state(param: Tensor, layout: Layout, hyper: Hyper) -> Tensors:

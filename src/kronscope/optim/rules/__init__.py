@@ -46,6 +46,8 @@ class Rule(ABC):
         fixed: Options of the common step that it does not have, at the values that leave them out.
         default_refresh: The schedule where none is asked for.
         packs: Whether large factors are kept as triangles.
+        apart: Steps between the first roots of a block's two sides: a product of two roots of the same gradient wants
+            both at once, factors that are whitened with each other's roots one after the other.
         is_staggered: Whether blocks take their roots at different steps of a refresh period.
         has_separate_roots: Whether the roots of a step may be taken apart from each other, by threads or processes:
             :meth:`refresh` changes only what :meth:`root_tensors` returns.
@@ -58,6 +60,7 @@ class Rule(ABC):
     fixed: ClassVar[Mapping[str, object]] = {}
     default_refresh: ClassVar[Refresh] = DEFAULT_REFRESH
     packs: ClassVar[bool] = True
+    apart: ClassVar[int] = 0
     is_staggered: ClassVar[bool] = True
     has_separate_roots: ClassVar[bool] = True
     carries: ClassVar[bool] = False

@@ -43,8 +43,9 @@ class KLRule(RootRule):
     title = "KL-Shampoo"
     class_name = "KLShampoo"
     is_plain_product = True
-    # its factors need each other's roots: one more pass over them than Shampoo (benchmarks/records/frontier)
-    default_refresh: ClassVar[Refresh] = Warmup(12, 10, within=(2, 2, 3, 5))
+    # its factors need each other's roots, so the first ones may not wait long
+    apart: ClassVar[int] = 1
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(2, 2, 16))
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
 
@@ -128,7 +129,7 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: Weight decay.
         scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
             it.
-        refresh: As for :class:`Shampoo`; by default each root 4 times in the first 12 steps, then once every 10.
+        refresh: As for :class:`Shampoo`; by default each root 3 times in the first 20 steps, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
         start: First preconditioned step.
         block_size: As for :class:`Shampoo`.

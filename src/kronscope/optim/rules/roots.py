@@ -36,6 +36,7 @@ from kronscope.optim.blocks import Tile
 from kronscope.optim.config import Adaptive, Graft, Hyper, Norm, Trace
 from kronscope.optim.costs import ROOT_COST
 from kronscope.optim.grafts import (
+    WAITING,
     adam_graft,
     all_true,
     block_norms,
@@ -184,7 +185,7 @@ class RootRule(Rule):
             if hyper.waits_for_roots(step):
                 seen = (state["spectrum"][:, list(modes), 0] > 0).any(1)
                 if not all_true(seen):
-                    update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, graft())
+                    update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, WAITING * graft())
         elif not grafted:
             weights = self._weights(state, mean, modes, hyper, step)
             if weights is not None:

@@ -105,7 +105,7 @@ class Shampoo(KroneckerOptimizer):
             (:class:`~kronscope.Trace`, :class:`~kronscope.Graft`, :class:`~kronscope.Norm`).
         refresh: Steps between two roots of a factor; an object (:class:`~kronscope.Every`,
             :class:`~kronscope.Warmup`, :class:`~kronscope.Adaptive`, :class:`~kronscope.Budget`); or ``"auto"``, a
-            budget of a fifth of the run. By default each root is taken 3 times in the first 10 steps, then once every
+            budget of a fifth of the run. By default each root is taken 3 times in the first 20 steps, then once every
             10. Not all factors take their root at the same step.
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
         start: First preconditioned step. Before it the step is the graft's, or plain gradient descent. ``math.inf``

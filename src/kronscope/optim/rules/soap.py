@@ -45,7 +45,7 @@ class SoapRule(EigenbasisRule):
 
     carries = True
     # its first bases can wait a few steps: until then it is Adam
-    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=5)
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(5, 5, 10))
 
     def for_group(self, group: Mapping[str, Any]) -> Rule:
         """Return the published algorithm where ``reference=True`` asks for it."""
