@@ -114,11 +114,12 @@ def step_quality(
         raise OptionError("the matrix, the approximation and the gradient must not be zero.")
     mean = H.trace() / (H.shape[0] * H.shape[1])
     found: dict[str, list[StepQuality]] = {name: [] for name in operators}
+    tolerance = _LOOSE if H.stream.random_columns else _TOLERANCE
     for share in damping:
         ridge = share * mean
         # first what may be refused, then what takes long
         steps = {name: _preconditioned(operators[name], scales[name], ridge, g) for name in operators}
-        newton, iterations = _conjugate_gradients(_damped(H, ridge), g, _LOOSE if H.stream.random_columns else _TOLERANCE)
+        newton, iterations = _conjugate_gradients(_damped(H, ridge), g, tolerance)
         best = float((g * newton).sum())
 
         def decrease(direction: Tensor, ridge: float = ridge, best: float = best) -> float:

@@ -98,10 +98,10 @@ class Warmup:
 
     Factors change quickly at the beginning, and a root that has not seen a direction yet amplifies it too much. With
     ``within=1`` every root is taken at each of the first steps, which then take several times as long as the later
-    ones. With more, the first roots too are spread over steps, block by block: in these steps both sides of a block take
-    their roots together, or with KL-Shampoo, where one side needs the other's, one after the other. Until a block has
-    its first root, its step is a tenth of the graft's where ``scale`` is one, else that of a root of the identity;
-    SOAP's is Adam's. The second roots should follow soon: the first have seen one gradient.
+    ones. With more, the first roots too are spread over steps, block by block: both sides of a block take theirs
+    together, or with KL-Shampoo, where one side needs the other's, one after the other. Until a block has its first
+    root, its step is a tenth of the graft's where ``scale`` is one, else that of a root of the identity; SOAP's is
+    Adam's. The second roots should follow soon: the first have seen one gradient.
 
     Attributes:
         first: Number of steps at the beginning.
@@ -300,9 +300,9 @@ class Budget:
 Schedule = Every | Warmup | Adaptive
 Refresh = Schedule | Budget
 
-# Each root three times in twenty steps, of which no three take more than all roots once: counted, the first twenty steps
-# take at most 1.5 times as long as the later ones, and none twice as long as they do on average. Roots of one gradient
-# harm if they stay: (1, 7, 12) ends far worse (docs/optimizers.md). SOAP and KL-Shampoo have their own.
+# Each root three times in twenty steps, later twice: so by counting the first twenty steps take at most 1.5 times as long
+# as later ones; and a third of all roots in a step hardly makes it twice as long as the mean of the twenty. Roots of one
+# gradient harm if they stay: (1, 7, 12) ends far worse (docs/optimizer-trials.md). SOAP and KL-Shampoo have their own.
 DEFAULT_REFRESH = Warmup(20, 10, within=(3, 3, 14))
 
 
