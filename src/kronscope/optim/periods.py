@@ -300,9 +300,9 @@ class Budget:
 Schedule = Every | Warmup | Adaptive
 Refresh = Schedule | Budget
 
-# Each root three times in twenty steps, later twice: so by counting the first twenty steps take at most 1.5 times as long
-# as later ones; and a third of all roots in a step hardly makes it twice as long as the mean of the twenty. Roots of one
-# gradient harm if they stay: (1, 7, 12) ends far worse (docs/optimizer-trials.md). SOAP and KL-Shampoo have their own.
+# Each root three times in twenty steps, later twice: by counting the first twenty steps take at most 1.5 times as long
+# as later ones, and a third of all roots in a step hardly makes it twice as long as the mean of the twenty. Roots of
+# one gradient harm if they stay: (1, 7, 12) ends far worse (docs/optimizer-trials.md).
 DEFAULT_REFRESH = Warmup(20, 10, within=(3, 3, 14))
 
 
