@@ -13,7 +13,7 @@ measured afterwards: the six matrices of the third block against the Gauss-Newto
 the training text, with fits and with what the optimizer holds (`live`). These cosines are estimates from random
 columns; the record has their standard errors.
 
-With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from 16
+With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from 256
 columns each, what is fitted is fitted on 16 other windows, and the gradient is that of the next training batch, so that
 nothing is judged by what it was fitted on.
 
@@ -21,7 +21,8 @@ nothing is judged by what it was fitted on.
 iteration from the identity, so it measures further rounds, and how the two largest singular triples (sigma, U, V) of
 the rearranged matrix see the identity: alpha = tr V / sqrt(n) for unit V, which the first round multiplies by sigma.
 
-There are records of AdamW's run (seed 0, 2,400 steps) and of others (600 steps), all without `--judge`.
+There are records of AdamW's run (seed 0, 2,400 steps) and of the others (600 steps), those with `--judge` at steps 100
+and 600.
 """
 
 from __future__ import annotations
