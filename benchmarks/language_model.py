@@ -13,9 +13,9 @@ measured afterwards: the six matrices of the third block against the Gauss-Newto
 the training text, with fits and with what the optimizer holds (`live`). These cosines are estimates from random
 columns; the record has their standard errors.
 
-With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from 256
-columns each, what is fitted is fitted on 16 other windows, and the gradient is that of the next training batch, so that
-nothing is judged by what it was fitted on.
+With `--judge`, steps are judged by `ks.step_quality` for two of the matrices: the matrix is that of 16 windows, from
+256 columns each, what is fitted is fitted on 16 other windows, and the gradient is that of the next training batch, so
+that nothing is judged by what it was fitted on.
 
 `explain` asks why Shampoo² is far below the optimum for one matrix and not for another: it is one round of power
 iteration from the identity, so it measures further rounds, and how the two largest singular triples (sigma, U, V) of

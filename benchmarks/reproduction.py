@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from reproduction_records import (
     NETWORKS,
@@ -284,32 +285,66 @@ def live_table(group: str, truth: str) -> str:
     return table(["optimizer", "step", "layer", "optimal", "Shampoo²", "in use"], lines)
 
 
-def steps_table(group: str, truth: str) -> str:
-    """Whether a better cosine goes with a better step, by damping: ranks of what was compared at one layer and step."""
-    found: dict[float, list[tuple[float, bool, float, float]]] = {}
+def judged() -> list[list[dict[str, Any]]]:
+    """What `language_model.py measure --judge` compared: the rows of one layer, step and damping at a time."""
+    found = []
     for path in sorted((RECORDS.parent / "language_model").glob("*.json")):
         for part in json.loads(path.read_text(encoding="utf-8")).get("steps", ()):
-            for layer, damping in dict.fromkeys((row["layer"], row["damping"]) for row in part["rows"]):
-                rows = [row for row in part["rows"] if (row["layer"], row["damping"]) == (layer, damping)]
-                scored = [(row["matrix cosine"], row["decrease"]) for row in rows]
-                best = max(scored)[1]
-                found.setdefault(damping, []).append(
-                    (
-                        rank_correlation(scored),
-                        best == max(step for _, step in scored),
-                        best,
-                        rows[0]["plain_decrease"],
-                    )
-                )
+            for place in dict.fromkeys((row["layer"], row["damping"]) for row in part["rows"]):
+                found += [[row for row in part["rows"] if (row["layer"], row["damping"]) == place]]
+    return found
+
+
+def judged_table(group: str, truth: str) -> str:
+    """Cosine and decrease of each approximation: medians over layers, steps and runs."""
+    groups = judged()
+    dampings = sorted({rows[0]["damping"] for rows in groups})
+    names = {**TITLES, "live": "in use", "diagonal": "diagonal"}
+    lines = []
+    for name in ("optimal", "shampoo2", "shampoo", "live", "diagonal"):
+        mine = [row for rows in groups for row in rows if row["approximation"] == name]
+        decreases = [[row["decrease"] for row in mine if row["damping"] == damping] for damping in dampings]
+        lines.append(
+            [
+                names[name],
+                number(statistics.median(row["matrix cosine"] for row in mine)),
+                *(number(statistics.median(values)) for values in decreases),
+            ]
+        )
+    plain = [[rows[0]["plain_decrease"] for rows in groups if rows[0]["damping"] == damping] for damping in dampings]
+    lines.append(["the gradient itself", "–", *(number(statistics.median(values)) for values in plain)])
     return table(
-        ["damping", "compared", "rank correlation", "best cosine has the best step", "its decrease", "the gradient's"],
+        ["approximation", "cosine with the matrix", *(f"decrease, damping {damping:g}" for damping in dampings)], lines
+    )
+
+
+def steps_table(group: str, truth: str) -> str:
+    """Whether a better cosine goes with a better step, by damping: ranks of what was compared at one layer and step."""
+    found: dict[float, list[tuple[float, bool, bool]]] = {}
+    for rows in judged():
+        scored = [(row["matrix cosine"], row["decrease"]) for row in rows]
+        decreases = {row["approximation"]: row["decrease"] for row in rows}
+        found.setdefault(rows[0]["damping"], []).append(
+            (
+                rank_correlation(scored),
+                max(scored)[1] == max(step for _, step in scored),
+                decreases["shampoo2"] > decreases["optimal"],
+            )
+        )
+    return table(
+        [
+            "damping",
+            "compared",
+            "rank correlation, mean",
+            "best cosine has the best step",
+            "Shampoo² has a better step than the optimum",
+        ],
         (
             [
                 f"{damping:g}",
                 str(len(groups)),
                 f"{statistics.fmean(item[0] for item in groups):.2f}",
-                f"{sum(item[1] for item in groups)} of {len(groups)}",
-                *(f"{statistics.median(item[place] for item in groups):.3f}" for place in (2, 3)),
+                *(f"{sum(item[place] for item in groups)} of {len(groups)}" for place in (1, 2)),
             ]
             for damping, groups in sorted(found.items())
         ),
@@ -341,6 +376,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "runs": runs_table,
     "live": live_table,
     "steps": steps_table,
+    "judged": judged_table,
 }
 
 
