@@ -224,12 +224,10 @@ def seeds_table(workload: str, truth: str) -> str:
 def family_table(workload: str, truth: str) -> str:
     results = loaded(workload)
     groups = by_step(results, truth, own_labels(results, truth))
-    steps = sorted(groups)
-    names = [row.approximation for row in groups[steps[-1]]]
-    head = ["approximation", *(f"step {step}" for _, step in (steps[0], steps[-1]))]
-    return table(
-        head, ([name, *(number(cosine(groups[key], name)) for key in (steps[0], steps[-1]))] for name in names)
-    )
+    ends = sorted({min(groups), max(groups)})
+    names = [row.approximation for row in groups[ends[-1]]]
+    head = ["approximation", *(f"step {step}" for _, step in ends)]
+    return table(head, ([name, *(number(cosine(groups[key], name)) for key in ends)] for name in names))
 
 
 def runs_table(group: str, truth: str) -> str:

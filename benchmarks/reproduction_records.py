@@ -32,7 +32,7 @@ RUNS = {
     "cifar-resnet18": f"figures {_SHORT} --steps 300 --samples 128 --measure-at 0,10,30,100,300 --probes 5",
     "cifar-resnet18-spectrum": f"figure2 {_SHORT} --steps 100 --samples 32 --measure-at 0,100",
     "cifar-resnet18-long": f"figures {_LONG} {_GRID}",
-    "cifar-resnet18-long-1": f"figure4 {_LONG} --measure-at 3125 --seed 1",
+    "cifar-resnet18-long-1": f"all {_LONG} --measure-at 3125 --seed 1",
     "cifar-resnet18-sampled": f"figure1 {_RESNET} --steps 200 --measure-at 100,200 --labels sampled",
     "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
