@@ -17,9 +17,10 @@ Two fits are made in all. :class:`~kronscope.measures.Resampler` fits as often a
 approximations without a formula, and the tests compare with it.
 
 Samples may also come from a finite whole, such as every k-th step of a run. Its matrix does have the pair of each step
-with itself, so these enter the norm in the share that they have in the whole; and a fit on the whole sees its own steps
-again, though less than a fit on what was recorded does: the answer lies between that of an infinite population and the
-cosine of what was recorded, as far as the share of the whole that was seen.
+with itself, so these enter the norm in the share that they have in the whole. And a fit on the whole sees its own steps
+again, less than a fit on what was recorded does: what it gains by that goes with one over the number of steps, and is
+known from how much more half of the records gain. All approximations are treated alike, so that their order is kept:
+what the optimum of a half has to do with the other half says less, where there are several products that are as good.
 """
 
 from __future__ import annotations
@@ -165,25 +166,25 @@ class PopulationHalves:
         """What was found for an infinite population, as that of the finite whole that the samples are a part of."""
         operator = approximation.fit(self.truth if approximation.fits_truth else self.fitted)
         plain = SecondMoment(self.truth).inner(operator) / (operator.norm() * self.norm)
-        weights = self.truth.weights()
-        seen = min(1.0, self._whole_square / float(weights.square().sum() / weights.sum() ** 2))
-        if isinstance(approximation, Optimal):
-            # halves may have optima far from each other that are equally good: products across them say less than
-            # how much better half of the samples can be fitted than all of them
-            value = 2 * plain - sum(self._of_half(half, sources[half], factors[half]) for half in (0, 1)) / 2
-        else:
-            value = found.value
-        value = min(value + seen * (plain - value), 1.0)
+        seen = min(1.0, self._whole_square / float(self._all.square().sum()))
+        halves = []
+        for half, source in enumerate(sources):
+            fitted = factors[half]
+            if not isinstance(approximation, Optimal):
+                # not those of a power that are corrected for what it is off by: that is part of what halves gain
+                fitted = _factors(approximation.fit(source.stream))
+            halves.append(self._of_half(half, fitted))
+        value = min(plain - (1 - seen) * (sum(halves) / 2 - plain), 1.0)
         return Estimate(value, found.stderr * math.sqrt(1 - seen))
 
-    def _of_half(self, half: int, source: SecondMoment, factors: tuple[Tensor, ...]) -> float:
-        """The cosine of a half's optimum with the half that it was fitted on, by the whole's norm."""
+    def _of_half(self, half: int, factors: tuple[Tensor, ...]) -> float:
+        """The cosine of a half's fit with the half that it was fitted on, by the norm that the whole would have."""
         left, right = factors
         weights, share = self._shares[half], self._whole_square
         distinct = float(weights @ self._within[half]) / (1 - float(weights.square().sum()))
         itself = float(self._with_itself(self._all)[self._kept[half]].sum() / self._all[self._kept[half]].sum())
         norm = math.sqrt((1 - share) * distinct + share * itself)
-        return float((source.left(right) * left).sum()) / (float(left.norm() * right.norm()) * norm)
+        return float((self._moments[half].left(right) * left).sum()) / (float(left.norm() * right.norm()) * norm)
 
     def _half(self, stream: GradientStream, kept: Tensor) -> SecondMoment:
         weights = stream.weights() * kept
