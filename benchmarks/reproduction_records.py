@@ -20,6 +20,7 @@ _RESNET = "--workload cifar-resnet18 --dataset cifar-10 --batch 32 --samples 256
 _LONG = f"{_RESNET} --steps 3125"
 _VIT = "--workload cifar-vit --dataset cifar-10 --batch 32 --steps 1600 --samples 128 --lr 3e-4 --warmup 100"
 _CONVNEXT = "--workload imagenet-convnext --dataset imagenet-sample --batch 32 --steps 160 --samples 128"
+_WARM = f"{_CONVNEXT} --accuracy 0.02 --lr 5e-4 --warmup 100"
 _GRID = "--measure-at 0,100,200,400,700,1000,1400,1900,2500,3125"
 RUNS = {
     "mnist2": "all --workload mnist2 --probes 5",
@@ -36,7 +37,7 @@ RUNS = {
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
     "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,1600",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
-    "imagenet-convnext-long": f"figures {_CONVNEXT} --accuracy 0.02 --lr 5e-4 --warmup 100 --measure-at 0,30,60,90,120,160",
+    "imagenet-convnext-long": f"figures {_WARM} --measure-at 0,30,60,90,120,160",
     "imagenet-convnext-constant": f"figure4 {_CONVNEXT} --accuracy 0.05 --measure-at 0,160",
 }
 # The verdicts' columns: a title, and records of the same network and length (several seeds).

@@ -19,8 +19,8 @@ approximations without a formula, and the tests compare with it.
 Samples may also come from a finite whole, such as every k-th step of a run. Its matrix does have the pair of each step
 with itself, so these enter the norm in the share that they have in the whole. And a fit on the whole sees its own steps
 again, less than a fit on what was recorded does: what it gains by that goes with one over the number of steps, and is
-known from how much more half of the records gain. All approximations are treated alike, so that their order is kept:
-what the optimum of a half has to do with the other half says less, where there are several products that are as good.
+known from how much more half of the records gain. What each half's fit has to do with the other half says it too; the
+difference between the two is part of the standard error.
 """
 
 from __future__ import annotations
@@ -174,8 +174,10 @@ class PopulationHalves:
                 # not those of a power that are corrected for what it is off by: that is part of what halves gain
                 fitted = _factors(approximation.fit(source.stream))
             halves.append(self._of_half(half, fitted))
-        value = min(plain - (1 - seen) * (sum(halves) / 2 - plain), 1.0)
-        return Estimate(value, found.stderr * math.sqrt(1 - seen))
+        value = plain - (1 - seen) * (sum(halves) / 2 - plain)
+        # where a few steps make up most of the matrix, the two ways to the same answer differ by more than either knows
+        apart = found.value + seen * (plain - found.value) - value
+        return Estimate(min(value, 1.0), math.hypot(found.stderr * math.sqrt(1 - seen), apart))
 
     def _of_half(self, half: int, factors: tuple[Tensor, ...]) -> float:
         """The cosine of a half's fit with the half that it was fitted on, by the norm that the whole would have."""

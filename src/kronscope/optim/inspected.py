@@ -174,7 +174,7 @@ class InspectedOptimizer(PlannedOptimizer):
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.step()
         >>> optimizer.metrics()["roots"], optimizer.worst_layer
-        (1.0, 'weight')
+        (2.0, 'weight')
         """
         done = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
         progress = self._progress or Progress(done, 0.0, 0, 0)
