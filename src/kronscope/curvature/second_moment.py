@@ -285,7 +285,8 @@ class SecondMoment:
                 out += products(part, at).to(out)
             return out
 
-        return (sizes * self._summed(local, vectors.shape)).view(V.shape)
+        images: Tensor = self._summed(local, vectors.shape) * sizes
+        return images.view(V.shape)
 
     def leading_eigenvalue(self, tolerance: float = TOLERANCE) -> float:
         """Return the largest eigenvalue, by Lanczos' method.

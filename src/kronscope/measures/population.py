@@ -79,7 +79,10 @@ class PopulationHalves:
         # Σ_{i≠j} w_i w_j S_ij over Σ_{i≠j} w_i w_j
         self.square = float(weights @ pairs.sum(1)) / (1 - float(weights.square().sum()))
         # what the finite whole's squared norm is of that, with all samples and without each of them
-        self._wider, self._wider_without = self._own_pairs(weights, pairs.sum(1)) if whole_square else (1.0, None)
+        self._wider: float = 1.0
+        self._wider_without: Tensor | None = None
+        if whole_square:
+            self._wider, self._wider_without = self._own_pairs(weights, pairs.sum(1))
         # what a sample of one half has to do with the matrix of the other
         self._crossed = [pairs[:, 1 - half] / weights[self._kept[1 - half]].sum() for half in (0, 1)]
         self._within = [pairs[:, half] / weights[self._kept[half]].sum() for half in (0, 1)]
