@@ -2,7 +2,7 @@
 
     python benchmarks/reproduction.py commands                            # the runs, one line each
     python benchmarks/reproduction.py run NAME ... --data-dir DIR --out RUNS   # run some of them, or go on with them
-    python benchmarks/reproduction.py collect RUN [RUN ...]               # copy results and pictures of run folders
+    python benchmarks/reproduction.py collect RUN [RUN ...]               # copy results of runs, and the pictures shown
     python benchmarks/reproduction.py tables                              # write the documents' tables from the records
     python benchmarks/reproduction.py figures                             # draw the summary's figures from the records
 
@@ -80,6 +80,7 @@ def add_cost(path: Path, wall: float, cpu: float) -> None:
 def collect(folders: Iterable[Path]) -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     PICTURES.mkdir(parents=True, exist_ok=True)
+    shown = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     for folder in folders:
         results = results_so_far(folder)
         name = folder.resolve().name
@@ -92,9 +93,11 @@ def collect(folders: Iterable[Path]) -> None:
         if results.partial:  # a run that was stopped has not drawn anything
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             for picture, figure in plans.get(config["figure"]).draw(columns_of({config["title"]: results})).items():
-                figures.save(figure, PICTURES / f"{name}-{picture}.png")
+                if f"{name}-{picture}.png" in shown:
+                    figures.save(figure, PICTURES / f"{name}-{picture}.png")
         for picture in sorted(folder.glob("*.png")):
-            shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")
+            if f"{name}-{picture.name}" in shown:
+                shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------

@@ -276,6 +276,12 @@ def test_the_tables_that_compare_optimizers_are_their_record(monkeypatch: pytest
     assert shown == _benchmark("optim_training", monkeypatch).comparison(RECORDS / "optim_comparison")
 
 
+def test_every_picture_of_the_reproduction_is_shown() -> None:
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("reproduction.md", "reproduction-summary.md"))
+    hidden = [path.name for path in (DOCS / "images" / "reproduction").iterdir() if path.name not in text]
+    assert not hidden
+
+
 def test_the_tables_of_the_reproduction_are_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     script = _benchmark("reproduction", monkeypatch)
     for name, least in (("reproduction.md", 10), ("reproduction-summary.md", 1)):

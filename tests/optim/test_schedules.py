@@ -141,6 +141,16 @@ def test_the_first_steps_have_about_equally_much_work(kind):
     assert max(loads) < 1.15 * sum(loads) / period
 
 
+@pytest.mark.parametrize("kind", [Shampoo, KLShampoo])
+def test_the_sides_of_many_blocks_have_their_roots_at_different_steps_later_on(kind):
+    (param,) = parameters((40, 300 * 8))
+    optimizer = kind([param], 1e-2, block_size=8)
+    train(optimizer, [param], [gradients((40, 300 * 8), 1)])
+    phases = optimizer.state[param]["tile0.phase"]
+    assert len(phases) > 256
+    assert (phases[:, 0] != phases[:, 1]).all()
+
+
 # --- states of the version before -----------------------------------------------------------------------------------
 
 

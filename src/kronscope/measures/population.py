@@ -78,11 +78,10 @@ class PopulationHalves:
         pairs = sample_pairs(SecondMoment(truth), halves) / truth.total_weight()
         # Σ_{i≠j} w_i w_j S_ij over Σ_{i≠j} w_i w_j
         self.square = float(weights @ pairs.sum(1)) / (1 - float(weights.square().sum()))
-        # what the finite whole's squared norm is of that, with all samples and without each of them
-        self._wider: float = 1.0
-        self._wider_without: Tensor | None = None
-        if whole_square:
-            self._wider, self._wider_without = self._own_pairs(weights, pairs.sum(1))
+        # the pair that each sample makes with itself, w_i S_ii, which only a finite whole has
+        self._itself = self._own_pairs() if whole_square else torch.zeros_like(weights)
+        # what the finite whole's squared norm is of the square, with all samples and without each of them
+        self._wider, self._wider_without = self._widening(pairs.sum(1))
         # what a sample of one half has to do with the matrix of the other
         self._crossed = [pairs[:, 1 - half] / weights[self._kept[1 - half]].sum() for half in (0, 1)]
         self._within = [pairs[:, half] / weights[self._kept[half]].sum() for half in (0, 1)]
@@ -135,29 +134,27 @@ class PopulationHalves:
             own = (product.log() - norm.log()) / 2 - terms * share / (1 - share)
             moved += torch.where(kept, own, 0.0)
         value /= math.sqrt(self._wider)
-        if self._wider_without is not None:
-            moved -= (self._wider_without / self._wider).log() / 2
+        moved -= (self._wider_without / self._wider).log() / 2
         left_out = value * moved.exp()
         count = len(left_out)
         stderr = math.sqrt((count - 1) / count * float((left_out - left_out.mean()).square().sum()))
         found = Estimate(value, stderr)
         return self._of_the_whole(found, approximation, sources, factors) if self._whole_square else found
 
-    def _own_pairs(self, weights: Tensor, pairs: Tensor) -> tuple[float, Tensor]:
+    def _own_pairs(self) -> Tensor:
+        weights, own = self._all, SecondMoment(self.truth).own_sums() / self.truth.total_weight() ** 2
+        return torch.where(weights > 0, own / weights.clamp_min(torch.finfo(weights.dtype).tiny), 0.0)
+
+    def _widening(self, pairs: Tensor) -> tuple[float, Tensor]:
         """What the whole's squared norm is of :attr:`square`, with all samples and without each of them."""
-        itself = self._with_itself(weights)
+        weights, itself = self._all, self._itself
         together, square, share = float(weights @ pairs), float(weights.square().sum()), self._whole_square
-        if not together > 0:
+        if not share or not together > 0:
             return 1.0, torch.ones_like(weights)
         wider = 1 - share + share * float(itself.sum()) * (1 - square) / together
         distinct = (together - 2 * weights * pairs) / ((1 - weights).square() - square + weights.square())
         without = 1 - share + share * (itself.sum() - itself) / (1 - weights) / distinct
         return wider, without.clamp_min(_LEAST_LEFT)
-
-    def _with_itself(self, weights: Tensor) -> Tensor:
-        """The pair that each sample makes with itself, w_i S_ii (N,), for weights that sum to one."""
-        own = SecondMoment(self.truth).own_sums() / self.truth.total_weight() ** 2
-        return torch.where(weights > 0, own / weights.clamp_min(torch.finfo(weights.dtype).tiny), 0.0)
 
     def _of_the_whole(
         self,
@@ -187,7 +184,8 @@ class PopulationHalves:
         left, right = factors
         weights, share = self._shares[half], self._whole_square
         distinct = float(weights @ self._within[half]) / (1 - float(weights.square().sum()))
-        itself = float(self._with_itself(self._all)[self._kept[half]].sum() / self._all[self._kept[half]].sum())
+        kept = self._kept[half]
+        itself = float(self._itself[kept].sum() / self._all[kept].sum())
         norm = math.sqrt((1 - share) * distinct + share * itself)
         return float((self._moments[half].left(right) * left).sum()) / (float(left.norm() * right.norm()) * norm)
 

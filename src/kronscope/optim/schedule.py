@@ -114,7 +114,7 @@ def assign_phases(
     for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
         phases, load = side.phases, loads[side.period]
         if phases.shape[0] > _GREEDY:
-            phases[:, side.mode] = torch.arange(phases.shape[0]) % side.period
+            phases[:, side.mode] = (torch.arange(phases.shape[0]) + side.mode) % side.period
             continue
         first = first_loads.setdefault(side.first, _FirstLoads(*side.first))
         steps = range(side.period)

@@ -120,8 +120,8 @@ class SOAP(KroneckerOptimizer):
         betas: Decay of the gradient's mean, and of second moment and factors. 1 for the second means sums.
         eps: Adam's eps.
         weight_decay: Weight decay.
-        refresh: When the bases are computed anew, as for :class:`Shampoo`. By default the first ones are spread over
-            five steps, and each is taken once every five of the first 20.
+        refresh: When the bases are computed anew, as for :class:`Shampoo`. By default each is taken once in steps 1 to
+            5, once in steps 6 to 10 and once in steps 11 to 20, then once every 10.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
