@@ -182,7 +182,8 @@ SCHEDULES: dict[str, Refresh] = {
 def settings() -> dict[str, dict[str, Any]]:
     """Return what is tried, by name: ``before`` is the default of before, others are BLOCK-RATIO-SCHEDULE.
 
-    BLOCK is the longest side of a block, RATIO that of the sides from which on the long one has no factor.
+    BLOCK is the longest side of a block, RATIO that of the sides from which on the long one has no factor. ``first-…``
+    are today's defaults with other first roots.
     """
     found: dict[str, dict[str, Any]] = {"default": {}, "before": {"block_size": math.inf, "refresh": Warmup(10, 10)}}
     for schedule_name, refresh in SCHEDULES.items():
@@ -190,6 +191,8 @@ def settings() -> dict[str, dict[str, Any]]:
         for block in (64, 128, 192, 256, 512):
             for ratio in (4, 8, 16, 1000):
                 found[f"{block}-{ratio}-{schedule_name}"] = {"plan": (block, ratio), "refresh": refresh}
+    for within in ((3, 3, 14), (4, 4, 12), (5, 5, 10)):
+        found[f"first-{'-'.join(map(str, within))}"] = {"refresh": Warmup(20, 10, within=within)}
     found["flat-kernels"] = {"kernel": 0}
     for beta in (0.9, 0.99):
         found[f"before-beta{beta:g}"] = {**found["before"], "betas": (0.9, beta)}

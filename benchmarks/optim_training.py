@@ -16,7 +16,8 @@ the best learning rate by the final loss of the first seed, the mean over all se
 AdamW's mean final loss, and draws the curves. So a sweep needs all learning rates for the first seed, and the best of
 them for the others: `run --best` makes these. `compare` prints, as tables for docs/optimizer-trials.md, the final
 losses and, by the mean curve over seeds, steps and CPU seconds to AdamW's mean final loss in parts of AdamW's whole
-run, and draws all workloads in one picture.
+run, and draws all workloads in one picture. The CPU seconds of a step there are the optimizer's own and the median of
+all runs' forward and backward passes, which are the same work for all and differ only by what else the machine does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -460,7 +461,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def reached(curve: list[list[float]], target: float, column: int) -> float:
-    return next((row[column] for row in curve if row[1] <= target), float("inf"))
+    """Where the loss passes the target, on the straight line between two looks; inf if it never does."""
+    place = next((place for place, row in enumerate(curve) if row[1] <= target), None)
+    if place is None:
+        return math.inf
+    after, before = curve[place], curve[max(place - 1, 0)]
+    part = 1.0 if before[1] <= after[1] else (before[1] - target) / (before[1] - after[1])
+    return before[column] + part * (after[column] - before[column])
 
 
 Table = dict[str, dict[float, list[dict[str, Any]]]]
@@ -530,6 +537,16 @@ def mean_curve(runs: list[dict[str, Any]]) -> list[list[float]]:
     return [[statistics.mean(column) for column in zip(*rows, strict=True)] for rows in looks]
 
 
+def median_passes(runs: Iterable[dict[str, Any]]) -> float:
+    """Return the CPU seconds of a forward and backward, which all optimizers have in common: the median of all runs."""
+    return statistics.median((run["curve"][-1][3] - run["curve"][-1][4]) / run["curve"][-1][0] for run in runs)
+
+
+def with_equal_passes(curve: list[list[float]], passes: float) -> list[list[float]]:
+    """The curve with CPU seconds of its own optimizer, and of forward and backward those that all have in common."""
+    return [[step, loss, seconds, step * passes + inside, inside] for step, loss, seconds, _, inside in curve]
+
+
 LABELS = {
     "adamw": "AdamW",
     "muon": "Muon (float32)",
@@ -545,7 +562,11 @@ def comparison(folder: Path) -> str:
     """Return the tables: final losses, then steps and CPU seconds to AdamW's final loss in parts of AdamW's."""
     records = records_in(folder)
     best = {name: chosen(by_optimizer(records, name)) for name in STEPS if any(r["workload"] == name for r in records)}
-    curves = {name: {key: mean_curve(runs) for key, (_, runs) in found.items()} for name, found in best.items()}
+    passes = {name: median_passes(run for _, runs in found.values() for run in runs) for name, found in best.items()}
+    curves = {
+        name: {key: with_equal_passes(mean_curve(runs), passes[name]) for key, (_, runs) in found.items()}
+        for name, found in best.items()
+    }
     targets = {name: found["adamw"][-1][1] for name, found in curves.items()}
 
     def part(workload: str, optimizer: str, column: int) -> str:
@@ -557,10 +578,6 @@ def comparison(folder: Path) -> str:
         rate, runs = best[workload][optimizer]
         finals = [run["final"] for run in runs]
         return f"{statistics.mean(finals):.4f} ± {(max(finals) - min(finals)) / 2:.4f}, {rate:g}"
-
-    def passes(workload: str) -> str:
-        step, _, _, cpu, inside = curves[workload]["adamw"][-1]
-        return f"{1e3 * (cpu - inside) / step:.0f}"
 
     def table(title: str, cell: Callable[[str, str], str], *more: list[str]) -> str:
         lines = [[title, *best], ["---"] * (len(best) + 1), *more]
@@ -575,7 +592,7 @@ def comparison(folder: Path) -> str:
             table(
                 "CPU time to AdamW's loss / AdamW's",
                 lambda name, key: part(name, key, 3),
-                ["*forward and backward, ms*", *(f"*{passes(name)}*" for name in best)],
+                ["*forward and backward, ms*", *(f"*{1e3 * passes[name]:.0f}*" for name in best)],
             ),
         )
     )

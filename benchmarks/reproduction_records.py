@@ -35,7 +35,7 @@ RUNS = {
     "cifar-resnet18-sampled": f"figure1 {_RESNET} --steps 200 --measure-at 100,200 --labels sampled",
     "cifar-vit": "figure5 --workload cifar-vit --steps 1000 --samples 128 --measure-at 0,50,150,400,1000",
     "cifar-vit-short": "figure5 --workload cifar-vit --steps 100 --samples 32 --measure-at 0,100",
-    "cifar-vit-long": f"figure5 {_VIT} --history-every 4 --measure-at 0,200,800,1600",
+    "cifar-vit-long": f"figure5 {_VIT} --measure-at 0,200,800,1600",
     "imagenet-convnext": "figures --workload imagenet-convnext --steps 60 --samples 16 --measure-at 0,20,60",
     "imagenet-convnext-long": f"figures {_WARM} --measure-at 0,30,60,90,120,160",
     "imagenet-convnext-constant": f"figure4 {_CONVNEXT} --accuracy 0.05 --measure-at 0,160",

@@ -71,7 +71,7 @@ def test_reference_mode_equals_the_published_algorithm(shape):
 
 
 def test_reference_mode_has_the_published_schedule_unless_told_otherwise():
-    assert SOAP(parameters((3, 2))).param_groups[0]["refresh"] == Warmup(20, 10, within=(5, 5, 10))
+    assert SOAP(parameters((3, 2))).param_groups[0]["refresh"] == Warmup(20, 10, within=(4, 4, 12))
     assert SOAP(parameters((3, 2)), reference=True).param_groups[0]["refresh"] == Every(10)
     with pytest.raises(OptionError, match="every k steps"):
         SOAP(parameters((3, 2)), reference=True, refresh=Warmup(5, 10))

@@ -17,7 +17,7 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, positive_power
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace, Warmup
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace
 from kronscope.optim.grafts import all_true, block_norms
 from kronscope.optim.reference import times
 from kronscope.optim.rules import register
@@ -45,7 +45,6 @@ class KLRule(RootRule):
     is_plain_product = True
     # its factors need each other's roots, so the first ones may not wait long
     apart: ClassVar[int] = 1
-    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(2, 2, 16))
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
 

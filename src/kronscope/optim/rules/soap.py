@@ -45,7 +45,7 @@ class SoapRule(EigenbasisRule):
 
     carries = True
     # its first bases can wait a few steps: until then it is Adam
-    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(5, 5, 10))
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(4, 4, 12))
 
     def for_group(self, group: Mapping[str, Any]) -> Rule:
         """Return the published algorithm where ``reference=True`` asks for it."""
@@ -121,7 +121,7 @@ class SOAP(KroneckerOptimizer):
         eps: Adam's eps.
         weight_decay: Weight decay.
         refresh: When the bases are computed anew, as for :class:`Shampoo`. By default each is taken once in steps 1 to
-            5, once in steps 6 to 10 and once in steps 11 to 20, then once every 10.
+            4, once in steps 5 to 8 and once in steps 9 to 20, then once every 10.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
