@@ -43,7 +43,7 @@ class KLRule(RootRule):
     title = "KL-Shampoo"
     class_name = "KLShampoo"
     is_plain_product = True
-    # its factors need each other's roots, so the first ones may not wait long
+    # each factor is whitened with the other's root, so the two sides of a block take theirs one after the other
     apart: ClassVar[int] = 1
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
