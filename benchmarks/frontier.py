@@ -4,6 +4,7 @@
         [--lrs 0.003] [--seeds 0 1 2] [--scale 1.0] [--out benchmarks/records/frontier]
     python benchmarks/frontier.py report [--out benchmarks/records/frontier]
     python benchmarks/frontier.py settings
+    python benchmarks/frontier.py first-roots [--out benchmarks/records/frontier]
 
 Workloads that choose: `mlp`, `cnn` (a convolution and a wide linear layer), `gpt` (a character model), and for
 convolutions `wide-channels`. Workloads that check, and that nobody may look at before a choice is made: `resnet`,
@@ -191,7 +192,7 @@ def settings() -> dict[str, dict[str, Any]]:
         for block in (64, 128, 192, 256, 512):
             for ratio in (4, 8, 16, 1000):
                 found[f"{block}-{ratio}-{schedule_name}"] = {"plan": (block, ratio), "refresh": refresh}
-    for within in ((3, 3, 14), (4, 4, 12), (5, 5, 10)):
+    for within in ((2, 2, 16), (3, 3, 14), (4, 4, 12), (5, 5, 10)):
         found[f"first-{'-'.join(map(str, within))}"] = {"refresh": Warmup(20, 10, within=within)}
     found["flat-kernels"] = {"kernel": 0}
     for beta in (0.9, 0.99):
@@ -312,6 +313,34 @@ def report(args: argparse.Namespace) -> None:
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
+# When the first roots are taken by default, as `Warmup(20, 10, within=...)`.
+FIRST = {"shampoo": "3-3-14", "kl-shampoo": "3-3-14", "soap": "4-4-12"}
+
+
+def first_roots(folder: Path) -> str:
+    """Return the table of docs/optimizer-trials.md: final losses at a learning rate of 0.003 with other first roots."""
+    workloads = ("mlp", "cnn", "gpt", "regression", "resnet", "vit")
+    lines = [["", *workloads], ["---"] * (1 + len(workloads))]
+    for family, ours in FIRST.items():
+        tried = {
+            path.name.split("-first-")[1].split("-lr")[0] for path in folder.glob(f"mlp-{family}-first-*-lr0.003-*")
+        }
+        for within in sorted(tried | {ours}):
+            setting = "default" if within == ours else f"first-{within}"
+            title = f"`{FAMILIES[family].__name__}` `({within.replace('-', ', ')})`{', the default' * (within == ours)}"
+            runs = [
+                [json.loads(path.read_text())["final"] for path in folder.glob(f"{name}-{family}-{setting}-lr0.003-*")]
+                for name in workloads
+            ]
+            digits = [4 if name == "regression" else 3 for name in workloads]
+            cells = [
+                f"{statistics.mean(finals):.{digit}f} ± {(max(finals) - min(finals)) / 2:.{digit}f}"
+                for finals, digit in zip(runs, digits, strict=True)
+            ]
+            lines.append([title, *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _choose(family: str, rows: dict[str, dict[str, dict[str, float]]], slack: float) -> None:
     choosing = [name for name in rows if WORKLOADS[name].chooses]
     common = set.intersection(*(set(rows[name]) for name in choosing)) if choosing else set()
@@ -357,6 +386,9 @@ def main() -> None:
     command.add_argument("--slack", type=float, default=0.05)
     command.add_argument("--out", type=Path, default=Path("benchmarks/records/frontier"))
     command.set_defaults(function=report)
+    command = commands.add_parser("first-roots")
+    command.add_argument("--out", type=Path, default=Path("benchmarks/records/frontier"))
+    command.set_defaults(function=lambda args: print(first_roots(args.out), end=""))
     command = commands.add_parser("settings")
     command.set_defaults(function=lambda _: print("\n".join(f"{k}: {v}" for k, v in settings().items())))
     args = parser.parse_args()

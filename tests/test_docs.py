@@ -13,12 +13,14 @@ import inspect
 import json
 import re
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import typer
 
 import kronscope
@@ -266,6 +268,7 @@ def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, script)  # where dataclasses look for their module
     spec.loader.exec_module(script)
     return script
 
@@ -274,6 +277,16 @@ def test_the_tables_that_compare_optimizers_are_their_record(monkeypatch: pytest
     text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- optim_comparison -->\n")[2].partition("<!-- end -->")[0]
     assert shown == _benchmark("optim_training", monkeypatch).comparison(RECORDS / "optim_comparison")
+
+
+def test_the_table_of_first_roots_is_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- first_roots -->\n")[2].partition("<!-- end -->")[0]
+    script = _benchmark("frontier", monkeypatch)
+    assert shown == script.first_roots(RECORDS / "frontier")
+    for family, within in script.FIRST.items():
+        (group,) = script.FAMILIES[family]([torch.nn.Parameter(torch.ones(2, 2))]).param_groups
+        assert group["refresh"] == kronscope.Warmup(20, 10, within=tuple(map(int, within.split("-"))))
 
 
 def test_every_picture_of_the_reproduction_is_shown() -> None:
