@@ -3,6 +3,7 @@
     python benchmarks/reproduction.py commands                            # the runs, one line each
     python benchmarks/reproduction.py run NAME ... --data-dir DIR --out RUNS   # run some of them, or go on with them
     python benchmarks/reproduction.py collect RUN [RUN ...]               # copy results of runs, and the pictures shown
+    python benchmarks/reproduction.py ranks RUN [RUN ...] --at STEP ...   # how far the gradients a run has kept spread
     python benchmarks/reproduction.py tables                              # write the documents' tables from the records
     python benchmarks/reproduction.py figures                             # draw the summary's figures from the records
 
@@ -21,10 +22,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from reproduction_records import (
     NETWORKS,
     PICTURES,
@@ -43,13 +45,14 @@ from reproduction_records import (
 )
 from reproduction_verdicts import draw, verdicts_table
 
-from kronscope import Results, figures
+from kronscope import GradientHistory, Results, SecondMoment, figures
 from kronscope.measures.rows import Detail
 from kronscope.paper import plans, results_so_far
 from kronscope.paper.outputs import columns_of
 
 DOCUMENTS = tuple(ROOT / "docs" / name for name in ("reproduction.md", "reproduction-summary.md"))
 MARK = re.compile(r"(<!-- table (?P<what>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+RANKS = RECORDS.parent / "reproduction_ranks.json"
 SHAMPOOS = ("optimal", "shampoo2", "shampoo")
 TITLES = {"optimal": "optimal", "shampoo2": "Shampoo²", "shampoo": "Shampoo", "kfac-reduce": "K-FAC"}
 
@@ -98,6 +101,34 @@ def collect(folders: Iterable[Path]) -> None:
         for picture in sorted(folder.glob("*.png")):
             if f"{name}-{picture.name}" in shown:
                 shutil.copyfile(picture, PICTURES / f"{name}-{picture.name}")
+
+
+def ranks(folders: Iterable[Path], at: Sequence[int]) -> None:
+    """Record over how many directions the gradients that runs have kept spread, and the factors they make."""
+    record = json.loads(RANKS.read_text(encoding="utf-8")) if RANKS.exists() else {}
+    for folder in folders:
+        history = GradientHistory.open(folder / "history")
+        (layer,) = history.layers
+        rows = []
+        for step in at:
+            stream = history.stream(layer, step)
+            moment = SecondMoment(stream)
+            squares = (torch.linalg.svdvals(grads).square() for part in stream for grads in part.dense().grads[:, 0])
+            rows.append(
+                {
+                    "step": step,
+                    "single gradient": statistics.fmean(float(values[0] / values.sum()) for values in squares),
+                    "left": effective_rank(moment.left()),
+                    "right": effective_rank(moment.right()),
+                    "matrix": (moment.trace() / moment.norm()) ** 2,
+                }
+            )
+        record[folder.resolve().name] = rows
+    RANKS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def effective_rank(matrix: torch.Tensor) -> float:
+    return float((matrix.trace() / matrix.norm()) ** 2)
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -270,6 +301,29 @@ def cost(name: str) -> str:
     return f"{seconds['wall_seconds'] / 60:.0f} min, {seconds['cpu_seconds'] / 60:.0f} of CPU"
 
 
+def ranks_table(group: str, truth: str) -> str:
+    """What `ranks` recorded, beside the cosine of the optimal product where the run has it."""
+    lines = []
+    for name, rows in json.loads(RANKS.read_text(encoding="utf-8")).items():
+        groups = by_step(loaded(name), "adagrad", own_labels(loaded(name), "adagrad"))
+        for row in rows:
+            best = next((cosine(found, "optimal") for (_, step), found in groups.items() if step == row["step"]), None)
+            both = row["left"] * row["right"]
+            spread = (f"{row['left']:.0f} × {row['right']:.0f} = {both:,.0f}", f"{row['matrix']:.0f}")
+            lines.append([f"`{name}`", f"{row['step']:,}", number(row["single gradient"]), *spread, number(best)])
+    return table(
+        [
+            "run",
+            "gradients",
+            "s₁²/‖G‖² of one, mean",
+            "effective ranks of L and R",
+            "that of the matrix",
+            "optimal product",
+        ],
+        lines,
+    )
+
+
 def live_table(group: str, truth: str) -> str:
     """What optimizers hold, beside the best product, at the last step measured."""
     lines = []
@@ -378,6 +432,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "live": live_table,
     "steps": steps_table,
     "judged": judged_table,
+    "ranks": ranks_table,
 }
 
 
@@ -401,6 +456,9 @@ def main() -> None:
     running.add_argument("--data-dir", type=Path, required=True)
     running.add_argument("--out", type=Path, default=Path("runs"))
     asked.add_parser("collect").add_argument("runs", nargs="+", type=Path)
+    counting = asked.add_parser("ranks")
+    counting.add_argument("runs", nargs="+", type=Path)
+    counting.add_argument("--at", nargs="+", type=int, required=True, help="numbers of gradients")
     asked.add_parser("tables")
     asked.add_parser("figures")
     args = parser.parse_args()
@@ -410,6 +468,8 @@ def main() -> None:
         run(args.names, args.data_dir, args.out)
     elif args.command == "collect":
         collect(args.runs)
+    elif args.command == "ranks":
+        ranks(args.runs, args.at)
     elif args.command == "figures":
         draw()
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kronscope import Results
-from kronscope.measures.rows import Row
+from kronscope.measures.rows import Detail, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records" / "reproduction"
@@ -80,7 +80,12 @@ def language_model(optimizer: str = "adamw") -> Results:
         for part in record["cosines"]
         for item in part["rows"]
     ]
-    return Results(rows, settings={"data": "tiny-shakespeare", "seed": 0, "partial": False})
+    details = [
+        Detail(item["layer"], part["step"], "gauss_newton", "exact", 1, "traces", {"alpha": item["alpha"]})
+        for part in record.get("rounds", ())
+        for item in part["rows"]
+    ]
+    return Results(rows, details, settings={"data": "tiny-shakespeare", "seed": 0, "partial": False})
 
 
 def there(names: Iterable[str]) -> list[Results]:

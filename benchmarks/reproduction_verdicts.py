@@ -84,12 +84,14 @@ def rounds(truth: str) -> Callable[[Results], list[Point]]:
 
 def traces(results: Results) -> list[Point]:
     """The largest trace of a singular vector beyond the first, over that of the first."""
-    return [
-        Point(item.layer, item.step, max(value / item.series(name)[0] for value in item.series(name)[1:]))
+    known = {"spectrum": ("alpha_left", "alpha_right"), "traces": ("alpha",)}
+    found = [
+        (item, item.series(name))
         for item in results.details
-        if item.kind == "spectrum" and len(item.series("sigma")) > 1
-        for name in ("alpha_left", "alpha_right")
+        for name in known.get(item.kind, ())
+        if len(item.series(name)) > 1
     ]
+    return [Point(item.layer, item.step, max(value / series[0] for value in series[1:])) for item, series in found]
 
 
 GN, ADA = "gauss_newton", "adagrad"
@@ -136,13 +138,15 @@ def draw() -> None:
             style: dict[str, Any] = {
                 "color": f"{0.55 + 0.13 * SHORT.index(title)}" if short else f"C{learned.index(title)}",
                 "marker": "^sD"[SHORT.index(title)] if short else "o",
-                "ms": 3 if short else 4,
-                "lw": 0.6 if short else 1.2,
+                "ms": 3 if short else 6 if title == learned[0] else 4,
+                # the first lies under the second, which has the same values
+                "lw": 0.6 if short else 3 if title == learned[0] else 1.2,
                 "label": title,
             }
             for record in there(NETWORKS[title]):
                 points = sorted(statement.values(record), key=lambda point: point.step)
-                for layer in dict.fromkeys(point.layer for point in points):
+                layers = dict.fromkeys(point.layer for point in points)
+                for layer in layers:
                     mine = [point for point in points if point.layer == layer]
                     steps, values = [point.step for point in mine], [point.value for point in mine]
                     # of several values at a step no line can say which belong together
@@ -150,6 +154,9 @@ def draw() -> None:
                     bars = [2 * point.stderr for point in mine]
                     axes.errorbar(steps, values, bars if any(bars) else None, ls=line, clip_on=False, **style)
                     style["label"] = None
+                    if len(layers) > 1 and not short and values[-1] > statement.limit:
+                        side = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right", "fontsize": 6}
+                        axes.annotate(layer, (steps[-1], values[-1]), color=style["color"], **side)
         axes.axhline(statement.limit, color="black", ls="--", lw=1, label="limit")
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(left=-0.1)
