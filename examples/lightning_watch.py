@@ -42,8 +42,8 @@ class Classifier(LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Use KL-Shampoo."""
-        return ks.KLShampoo(ks.param_groups(self), lr=3e-3)
+        """Use Shampoo."""
+        return ks.Shampoo(ks.param_groups(self), lr=3e-3)
 
 
 def fit(folder: str, epochs: int, checkpoint: str | None = None) -> tuple[ks.Watch, list[float]]:

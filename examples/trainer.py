@@ -2,7 +2,7 @@
 Use it in Transformers' Trainer
 ===============================
 
-Train a tiny language model with KL-Shampoo in Transformers' Trainer, stop half-way, and go on from the checkpoint.
+Train a tiny language model with Shampoo in Transformers' Trainer, stop half-way, and go on from the checkpoint.
 
 Run it::
 
@@ -46,7 +46,7 @@ def made(folder: str) -> Trainer:
         model,
         args,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        optimizer_cls_and_kwargs=ks.integrations.transformers.optimizer(ks.KLShampoo, args),
+        optimizer_cls_and_kwargs=ks.integrations.transformers.optimizer(ks.Shampoo, args),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     ks.integrations.transformers.log_metrics(trainer)

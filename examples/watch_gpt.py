@@ -52,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model, loss = GPT(), nn.CrossEntropyLoss()
-    optimizer = ks.KLShampoo(model, lr=3e-3)
+    optimizer = ks.Shampoo(model, lr=3e-3)
     sample = text(8, generator)
     layers = ["blocks.*"]
     with ks.watch(optimizer, model, 10, loss, [sample], layers, path="runs/watch-gpt") as watch:
