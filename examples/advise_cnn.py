@@ -8,7 +8,7 @@ Run it::
 
     python examples/advise_cnn.py
 
-Needs scikit-learn, for its digits. Writes the page advice.html.
+Needs scikit-learn and matplotlib. Writes the page advice.html and a picture of what was measured.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> None:
     print(advice)
     print(advice.results.select(layer="5.weight"))
     print("wrote", advice.report("advice.html"))
+    print("wrote", advice.results.plot("runs/advise_cnn/cosines.png"))
     for name, groups in (("defaults", ks.param_groups), ("advice", advice.param_groups)):
         fresh = network()
         print(f"{name}: loss {train(fresh, ks.Shampoo(groups(fresh), lr=3e-3), 60):.3f} after 60 steps")

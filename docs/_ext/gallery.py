@@ -22,7 +22,12 @@ _ORDER = (
     "fsdp2",
 )
 # of examples that draw nothing themselves
-_THUMBNAILS = {"watch_gpt.py": "images/watching/watch-middle.png"}
+_THUMBNAILS = {
+    "watch_gpt.py": "images/watching/watch-middle.png",
+    "trainer.py": "_static/loop.svg",
+    "lightning_watch.py": "_static/loop.svg",
+    "fsdp2.py": "_static/sharded.svg",
+}
 _HEAD = """Gallery
 =======
 
