@@ -15,10 +15,10 @@ from kronscope.optim import SOAP, KLShampoo, Shampoo
 from tests.optim.tools import copies, gradients, parameters, train
 
 # 264: one-sided by default, kept as a triangle where matrices are whole
-SHAPES = [(264, 5), (6, 5), (6, 5), (3,)]
+SHAPES: list[tuple[int, ...]] = [(264, 5), (6, 5), (6, 5), (3,)]
 # Each kind of block is traced on its own, which takes a second: what treats some as others do is not given them.
 # A convolution is a matrix like others, unless all of its modes have factors, or positions share them.
-CHOSEN = {
+CHOSEN: dict[str, list[tuple[int, ...]]] = {
     "shampoo": [(264, 5), (6, 5), (6, 5), (4, 3, 2, 2), (3,)],
     "shampoo, whole": [(264, 5)],
     "shampoo, modes, late": [(4, 3, 2, 2), (4, 3, 2, 2)],
