@@ -13,8 +13,9 @@ from tests.optim.tools import gradients, parameters
 
 # Where each parameter is, in turn.
 PLACES = {"cuda:0": ("cuda:0",), "two devices": ("cuda:0", "cuda:1"), "mps": ("mps",)}
-# 264: large enough for triangles on the CPU; (6, 4, 3, 3) for more than two modes
-SHAPES = [(8, 6), (8, 6), (7,), (264, 3), (6, 4, 3, 3), ()]
+# 264: large enough for triangles on the CPU; (6, 4, 3, 3) for more than two modes. Of three equal matrices, two are
+# treated together where they take turns on two devices, and one is elsewhere.
+SHAPES = [(8, 6), (8, 6), (8, 6), (7,), (264, 3), (6, 4, 3, 3), ()]
 
 
 def dtype_of(places: Sequence[str]) -> torch.dtype:

@@ -110,6 +110,15 @@ EQUAL: dict[str, Case] = {
     "alone": alone,
     "after all that": measured,
 }
+TWO_ARE_ENOUGH = {
+    "empirical Fisher",
+    "sampled labels, many draws",
+    "truth from draws",
+    "population",
+    "captured again for each pass",
+    "curves",
+    "positions, population",
+}
 
 
 def empty_share(place: Place) -> Results:

@@ -192,6 +192,12 @@ EQUAL: dict[str, Case] = {
     "history, data parallel": trained,
     "history, fully sharded": functools.partial(trained, sharded=True),
 }
+TWO_ARE_ENOUGH = {
+    "history, exponential mean",
+    "history, every second step",
+    "history, checkpointed",
+    "history, data parallel",
+}
 CASES: dict[str, Case] = {
     **EQUAL,
     "history on disk": on_disk,

@@ -77,3 +77,9 @@ CASES: dict[str, Case] = {
     "watch, AdamW data parallel": functools.partial(watched, family="adamw"),
     "watch, AdamW fully sharded": functools.partial(watched, family="adamw", sharded=True),
 }
+TWO_ARE_ENOUGH = {
+    "watch, data parallel",
+    ALONE_ELSEWHERE,
+    "watch, AdamW data parallel",
+    "watch, AdamW fully sharded",
+}

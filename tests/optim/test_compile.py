@@ -15,13 +15,13 @@ from kronscope.optim import SOAP, KLShampoo, Shampoo
 from tests.optim.tools import copies, gradients, parameters, train
 
 # 264: one-sided by default, kept as a triangle where matrices are whole
-SHAPES = [(264, 5), (6, 5), (6, 5), (4, 3, 2, 2), (3,)]
-# Each kind of block is traced on its own, which takes a second: options that treat only some of them differently are
-# given these. A convolution is a matrix like others, unless all of its modes have factors.
-FEW = {
-    "shampoo, sums": [(264, 5), (6, 5), (6, 5), (3,)],
-    "shampoo, rounds, momentum": [(264, 5), (6, 5), (6, 5), (3,)],
-    "shampoo, modes, late": [(6, 5), (6, 5), (4, 3, 2, 2), (3,)],
+SHAPES: list[tuple[int, ...]] = [(264, 5), (6, 5), (6, 5), (3,)]
+# Each kind of block is traced on its own, which takes a second: what treats some as others do is not given them.
+# A convolution is a matrix like others, unless all of its modes have factors, or positions share them.
+CHOSEN: dict[str, list[tuple[int, ...]]] = {
+    "shampoo": [(264, 5), (6, 5), (6, 5), (4, 3, 2, 2), (3,)],
+    "shampoo, whole": [(264, 5)],
+    "shampoo, modes, late": [(4, 3, 2, 2), (4, 3, 2, 2)],
 }
 
 MAKERS: dict[str, Any] = {
@@ -36,7 +36,9 @@ MAKERS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_graphs_left() -> Iterator[None]:
+def _no_graphs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # for a log that nobody reads, torch empties the processor's caches and times the guards of every graph
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -49,7 +51,7 @@ def test_a_compiled_step_is_the_plain_step(name):
 
     aot_eager also rewrites what it does in place, as compilers want it, and takes longer: once for every family.
     """
-    steps, shapes = 5, FEW.get(name, SHAPES)
+    steps, shapes = 5, CHOSEN.get(name, SHAPES)
     params = parameters(*shapes)
     twins = copies(params)
     history = [gradients(shape, steps, seed=i) for i, shape in enumerate(shapes)]
@@ -69,7 +71,7 @@ def test_a_compiled_step_is_the_plain_step(name):
 def test_later_steps_compile_nothing_and_copies_are_plain():
     params = parameters((6, 5), (4, 4))
     optimizer = Shampoo(params, 0.01, refresh=3)
-    optimizer.compile(backend="aot_eager")
+    optimizer.compile(backend="eager")
     history = [gradients(tuple(param.shape), 12, seed=i) for i, param in enumerate(params)]
     train(optimizer, params, [grads[:4] for grads in history])
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -91,5 +93,5 @@ def test_a_model_of_many_shapes_is_compiled_whole():
     optimizer = KLShampoo(params, 0.01)
     optimizer.compile(backend="eager")
     with torch._dynamo.config.patch(recompile_limit=2):
-        train(optimizer, params, [gradients(tuple(param.shape), 2, seed=i) for i, param in enumerate(params)])
+        train(optimizer, params, [gradients(tuple(param.shape), 1, seed=i) for i, param in enumerate(params)])
     assert all(bool(torch.isfinite(param).all()) for param in params)

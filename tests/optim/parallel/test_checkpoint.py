@@ -87,11 +87,11 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "source", "targets"),
     [
-        ("shampoo", "nested", ("divided", 4), [("ddp", 1), ("ddp", 2), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
-        ("shampoo", "nested", ("ddp", 4), [("ddp", 2), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
-        ("shampoo", "flat", ("fsdp2", 4), [("ddp", 3), ("divided", 3), ("fsdp2", 2), ("hsdp", 4), ("single", 0)]),
-        ("soap, square", "nested", ("hsdp", 4), [("fsdp2", 2), ("ddp", 3), ("divided", 3)]),
-        ("kl", "flat", ("single", 0), [("ddp", 3), ("divided", 3), ("fsdp2", 2)]),
+        ("shampoo", "nested", ("divided", 4), [("ddp", 1), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
+        ("shampoo", "nested", ("ddp", 2), [("ddp", 3), ("divided", 2), ("fsdp2", 3), ("single", 0)]),
+        ("shampoo", "flat", ("fsdp2", 3), [("ddp", 2), ("divided", 2), ("fsdp2", 2), ("hsdp", 4), ("single", 0)]),
+        ("soap, square", "nested", ("hsdp", 4), [("fsdp2", 2), ("ddp", 2), ("divided", 3)]),
+        ("kl", "flat", ("single", 0), [("ddp", 2), ("divided", 3), ("fsdp2", 2)]),
     ],
 )
 def test_a_checkpoint_continues_elsewhere(
@@ -131,9 +131,17 @@ def resume_full(mode: str, name: str, folder: str, broadcast: bool) -> dict[str,
     return values(model)
 
 
-@pytest.mark.parametrize(("mode", "size", "name"), [("ddp", 3, "kl"), ("divided", 3, "kl"), ("hsdp", 4, "shampoo")])
+# All of these states are that of one process: that it continues in every mode need be seen once for each optimizer.
+@pytest.mark.parametrize(
+    ("mode", "size", "name", "targets"),
+    [
+        ("ddp", 3, "kl", [("ddp", 2, False), ("fsdp2", 2, True)]),
+        ("divided", 3, "kl", [("divided", 2, True), ("fsdp2", 3, False)]),
+        ("hsdp", 4, "shampoo", [("ddp", 2, False), ("divided", 3, True), ("fsdp2", 2, True)]),
+    ],
+)
 def test_the_full_state_of_several_processes_is_that_of_one(
-    pool: Pool, tmp_path: Path, mode: str, size: int, name: str
+    pool: Pool, tmp_path: Path, mode: str, size: int, name: str, targets: list[tuple[str, int, bool]]
 ) -> None:
     found = pool.run(full_state, size, mode=mode, name=name)[0]
     expected = full_state("single", name)
@@ -145,7 +153,7 @@ def test_the_full_state_of_several_processes_is_that_of_one(
             assert type(other) is Tensor
             assert torch.allclose(other, tensor, rtol=1e-6, atol=1e-9), (key, part)
     torch.save(found, tmp_path / "state.pt")
-    for other, count, broadcast in (("ddp", 2, False), ("divided", 3, True), ("fsdp2", 2, True), ("fsdp2", 3, False)):
+    for other, count, broadcast in targets:
         check(pool.run(resume_full, count, mode=other, name=name, folder=str(tmp_path), broadcast=broadcast), name)
 
 

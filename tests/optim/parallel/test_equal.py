@@ -36,18 +36,20 @@ def single(name: str, steps: int) -> dict[str, Any]:
     return run("single", name, steps)
 
 
+# Every optimizer with every way to divide the work, and on every number of processes that divides it; not all of both:
+# how work is divided does not ask which optimizer it is for.
 CASES = {
     ("ddp", 1): ["shampoo"],
-    ("ddp", 2): ["shampoo", "shampoo, whole", "shampoo, sums", "soap, square", "kl"],
-    ("ddp", 3): ["shampoo", "soap, square", "kl"],
-    ("ddp", 4): ["shampoo", "shampoo, sums", "soap, square", "kl"],
-    ("divided", 2): ["shampoo", "shampoo, whole", "shampoo, sums", "soap, square", "kl"],
-    ("divided", 3): ["shampoo", "soap, square", "kl"],
-    ("divided", 4): ["shampoo", "shampoo, sums", "soap, square", "kl"],
+    ("ddp", 2): ["shampoo, whole", "shampoo, sums", "kl"],
+    ("ddp", 3): ["soap, square"],
+    ("ddp", 4): ["shampoo"],
+    ("divided", 2): ["shampoo", "soap, square"],
+    ("divided", 3): ["shampoo, sums", "kl"],
+    ("divided", 4): ["shampoo, whole"],
     ("fsdp2", 1): ["shampoo"],
     ("fsdp2", 2): ["shampoo, whole", "soap, square"],
     ("fsdp2", 3): ["shampoo", "kl"],
-    ("fsdp2", 4): ["shampoo, sums", "soap, square", "kl"],
+    ("fsdp2", 4): ["shampoo, sums"],
     ("hsdp", 4): ["shampoo", "soap, square", "kl"],
 }
 
@@ -55,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize(("mode", "size", "name"), [(*place, name) for place, names in CASES.items() for name in names])
 def test_parameters_after_many_steps_are_those_of_one_process(pool: Pool, mode: str, size: int, name: str) -> None:
     # every optimizer once, and every way to divide the work once
-    steps = MANY if size == 2 and (mode == "ddp" or name == "shampoo, whole") else STEPS
+    steps = MANY if size == 2 and (mode, name) != ("fsdp2", "soap, square") else STEPS
     expected = single(name, steps)
     found = pool.run(run, size, mode=mode, name=name, steps=steps)
     assert int(expected["skipped"]) == len(BAD)
