@@ -54,6 +54,7 @@ _WITH_PROCESSES = (
     "tests/paper/test_training.py::test_a_run_killed",
     "tests/runs/test_measurement.py::",
     "tests/runs/test_run.py::",
+    "tests/test_cli_endings.py::test_output_that_cannot_be_written",
     "tests/test_examples.py::",
     "tests/watching/test_killed.py::",
 )
