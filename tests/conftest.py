@@ -11,16 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hypothesis
 import pytest
-import torch
 
 from tests.report.chromium import NAMES, Browser, browser, find_browser
 
 # Imported by the process that forks, for what it does.
 collect_ignore = ["preloaded.py"]
-# Tests are many small products, which two threads only slow down; and they run in several processes anyway.
-torch.set_num_threads(1)
 # Half a million objects come with the imports and stay: looking for garbage among them takes a third
 # of the time that collecting tests takes.
 gc.disable()
@@ -28,13 +24,23 @@ gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run: a red build is then always reproducible, and no database is left behind.
-hypothesis.settings.register_profile(
-    "kronscope", derandomize=True, deadline=None, max_examples=40, database=None, print_blob=False
-)
-# `HYPOTHESIS_PROFILE=search make pytest` looks for new counterexamples.
-hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare torch and hypothesis, unless this process only deals out tests to others, who wait for it."""
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import torch
+
+    # Tests are many small products, which two threads only slow down; and they run in several processes anyway.
+    torch.set_num_threads(1)
+    # The same examples in every run: a red build is then always reproducible, and no database is left behind.
+    hypothesis.settings.register_profile(
+        "kronscope", derandomize=True, deadline=None, max_examples=40, database=None, print_blob=False
+    )
+    # `HYPOTHESIS_PROFILE=search make pytest` looks for new counterexamples.
+    hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
 
 
 # Tests that start processes of their own: one worker of a parallel run takes them all, so that their pools do not run
@@ -48,6 +54,7 @@ _WITH_PROCESSES = (
     "tests/paper/test_training.py::test_a_run_killed",
     "tests/runs/test_measurement.py::",
     "tests/runs/test_run.py::",
+    "tests/test_cli_endings.py::test_output_that_cannot_be_written",
     "tests/test_examples.py::",
     "tests/watching/test_killed.py::",
 )
@@ -71,6 +78,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(autouse=True)
 def _seeded_and_clean() -> Iterator[None]:
     """Seed torch before every test, and fail a test that leaves torch's global settings changed."""
+    import torch
+
     # of the CPU alone: torch.manual_seed writes down the stack for each kind of device, and takes 3 ms inside pytest
     torch.default_generator.manual_seed(0)
     before = _global_settings()
@@ -85,6 +94,8 @@ def _seeded_and_clean() -> Iterator[None]:
 @pytest.fixture
 def default_device_put_back() -> Iterator[None]:
     """Forget the default device that a test sets."""
+    import torch
+
     yield
     torch.set_default_device(None)
     # set to None, it makes `torch.get_default_device` of torch 2.8 fail, which transformers asks
@@ -92,6 +103,8 @@ def default_device_put_back() -> Iterator[None]:
 
 
 def _global_settings() -> dict[str, Any]:
+    import torch
+
     return {
         "default dtype": torch.get_default_dtype(),
         "grad enabled": torch.is_grad_enabled(),

@@ -98,13 +98,14 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_program(folder: Path, *arguments: str, size: int = 1) -> list[Ended]:
+def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = None) -> list[Ended]:
     """Run a program in a folder, on several processes with the environment that ``torchrun`` gives them.
 
     Args:
         folder: Where it runs.
         *arguments: A script and its arguments, or ``"kronscope"`` and those of a command.
         size: Number of processes.
+        out: A file for their standard output, instead of what is given back.
     """
     together: dict[str, str] = {}
     if size > 1:
@@ -117,7 +118,7 @@ def run_program(folder: Path, *arguments: str, size: int = 1) -> list[Ended]:
         processes = []
         for rank in range(size):
             environment = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if together else {}
-            files = (str(Path(written) / f"out-{rank}"), str(Path(written) / f"err-{rank}"))
+            files = (out or str(Path(written) / f"out-{rank}"), str(Path(written) / f"err-{rank}"))
             process = forking().Process(
                 target=_with_one_thread, args=(run_here, list(arguments), str(folder), environment, files)
             )
@@ -128,7 +129,10 @@ def run_program(folder: Path, *arguments: str, size: int = 1) -> list[Ended]:
             process.kill()
             process.join()
         texts = [
-            [(Path(written) / f"{kind}-{rank}").read_text(encoding="utf-8") for kind in ("out", "err")]
+            [
+                "" if out and kind == "out" else (Path(written) / f"{kind}-{rank}").read_text(encoding="utf-8")
+                for kind in ("out", "err")
+            ]
             for rank in range(size)
         ]
         return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]

@@ -19,6 +19,7 @@ from kronscope.cli.ending import one_line_endings
 from kronscope.measures import Row
 from kronscope.support.texts import printable
 from tests.commands import MODULE, Command, assert_refused, kronscope
+from tests.forked import run_program
 
 __all__ = ["kronscope"]
 
@@ -110,19 +111,10 @@ def test_warnings_are_lines_without_places_of_the_source() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "kronscope", *_MEASURE, "--out", "out"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("kronscope: standard output cannot be written (No space left on device)")
-    assert ended.stderr.count("\n") == 1
+    (ended,) = run_program(tmp_path, "kronscope", *_MEASURE, "--out", "out", out="/dev/full")
+    assert ended.code == 2
+    assert ended.err.startswith("kronscope: standard output cannot be written (No space left on device)")
+    assert ended.err.count("\n") == 1
     assert (tmp_path / "out" / "done.json").exists()
 
 

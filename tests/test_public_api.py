@@ -131,9 +131,12 @@ def timed():
     import kronscope
     return time.process_time() - start
 
-# a process that has imported torch and nothing else can be had again by forking it
+# beside torch itself. Processor time: on a busy machine it is longer too, and so is torch's own
+# (about a quarter of which it takes)
+allowed = max(1.0, 0.4 * torch_seconds)
+# a process that has imported torch and nothing else can be had again by forking it: the best of four counts
 took = []
-while hasattr(os, "fork") and len(took) < 3:
+while hasattr(os, "fork") and len(took) < 3 and min(took, default=allowed) >= allowed:
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.write(writing, json.dumps(timed()).encode())
@@ -149,7 +152,7 @@ heavy = (
     "rich", "lightning", "timm", "wandb", "accelerate", "peft",
 )
 found = [name for name in heavy if name in set(sys.modules) - before]
-print(json.dumps({"seconds": min(took), "torch": torch_seconds, "heavy": found}))
+print(json.dumps({"seconds": min(took), "allowed": allowed, "heavy": found}))
 """
 
 
@@ -157,6 +160,4 @@ def test_importing_is_light_and_takes_no_package_that_may_be_missing() -> None:
     shown = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True)
     found = json.loads(shown.stdout)
     assert found["heavy"] == []
-    # beside torch itself. Processor time, the best of four: on a busy machine it is longer too, and so is torch's own
-    # (about a quarter of which it takes).
-    assert found["seconds"] < max(1.0, 0.4 * found["torch"]), found
+    assert found["seconds"] < found["allowed"], found

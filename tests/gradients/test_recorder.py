@@ -52,10 +52,11 @@ def test_every_loss_and_label_mode(name: str, reduction: str, backend: str) -> N
     specs = resolve_layers(model)
     recorder = Recorder(model, loss, batches(inputs, targets, [4, 2]), specs, backend=backend)
     truth = {spec: matrices(model, plain_call, loss, inputs, targets, spec, "exact") for spec in specs}
+    exact, real = recorder.streams("exact"), recorder.streams("real")
     for spec in specs:
-        assert close(stream_matrices(recorder.streams("exact")[spec.name]), truth[spec])
-        real = matrices(model, plain_call, loss, inputs, targets, spec, "real")
-        assert close(stream_matrices(recorder.streams("real")[spec.name]), real)
+        assert close(stream_matrices(exact[spec.name]), truth[spec])
+        labelled = matrices(model, plain_call, loss, inputs, targets, spec, "real")
+        assert close(stream_matrices(real[spec.name]), labelled)
     sampled = recorder.streams("sampled", draws=500)
     for spec in specs:
         stream = sampled[spec.name]

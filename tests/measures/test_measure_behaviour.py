@@ -184,7 +184,8 @@ def test_experts_that_get_no_sample_of_a_batch_are_measured_like_the_others() ->
 def test_the_error_bar_of_few_draws_is_their_spread() -> None:
     """It was up to 15 times too wide when whole samples were left out instead of drawing other labels."""
     torch.manual_seed(0)
-    model, data = mlp(samples=100)
+    model, cut = mlp(samples=100)
+    data = [tuple(torch.cat(part) for part in zip(*cut, strict=True))]  # each batch is a sweep of its own
     kinds = ("shampoo2", "kfac-reduce")
     found = [
         measure(model, data, layers="0.weight", labels="sampled", draws=4, seed=100 * seed, approximations=kinds)

@@ -105,10 +105,11 @@ def _columns(grads: Tensor, *, draws: bool = False) -> ks.GradientStream:
 
 @pytest.mark.parametrize("name", ["shampoo2", "optimal", "identity"])
 def test_population_error_bars_cover_the_truth(name: str) -> None:
-    population, replications = Population(), 60
+    # a fit that iterates takes long: half as many of them, half as often
+    slow = name == "optimal"
+    population, replications = Population(), 30 if slow else 60
     truth, fit = population.cosine(name), ks.approx.get(name).fit
-    # a fit that iterates takes long: half as many of them
-    groups: dict[str, Any] = {"groups": 10} if name == "optimal" else {}
+    groups: dict[str, Any] = {"groups": 10} if slow else {}
     values, errors, plug_ins = [], [], []
     for seed in range(replications):
         stream = ks.GradientStream.from_tensors(population.sample(40, seed))
@@ -119,9 +120,9 @@ def test_population_error_bars_cover_the_truth(name: str) -> None:
     off = (torch.tensor(values) - truth).abs()
     coverage = float((off <= 2 * torch.tensor(errors)).double().mean())
     assert 0.85 <= coverage <= 1.0
-    # wide enough; with 40 samples the bars of the optimal product are wider than its estimates vary, by 1.67 here
+    # wide enough; with 40 samples the bars of the optimal product are wider than its estimates vary, by 1.59 here
     spread = float(torch.tensor(values).std())
-    assert 0.7 < float(torch.tensor(errors).mean()) / spread < 1.75
+    assert 0.7 < float(torch.tensor(errors).mean()) / spread < 1.66
     bias, plug_in_bias = (abs(float(torch.tensor(found).mean()) - truth) for found in (values, plug_ins))
     # the plug-in of the identity happens to be unbiased on this population: there the estimate must be so too
     assert bias < (3 * spread / math.sqrt(replications) if name == "identity" else 0.25 * plug_in_bias)
