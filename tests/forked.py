@@ -120,7 +120,7 @@ def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = 
             environment = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if together else {}
             files = (out or str(Path(written) / f"out-{rank}"), str(Path(written) / f"err-{rank}"))
             process = forking().Process(
-                target=_with_one_thread, args=(run_here, list(arguments), str(folder), environment, files)
+                target=_with_one_thread, args=(_program, list(arguments), str(folder), environment, files)
             )
             process.start()
             processes.append(process)
@@ -138,8 +138,7 @@ def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = 
         return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
 
 
-def run_here(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
-    """Run a program in this process, with its output and errors in files."""
+def _program(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
     os.environ.update(environment, COLUMNS="100")
     os.chdir(folder)
     for path, descriptor in zip(files, (1, 2), strict=True):

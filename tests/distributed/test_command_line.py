@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Connection
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import kronscope as ks
 from kronscope.paper import Experiment, plans, scaled
@@ -19,46 +18,27 @@ from kronscope.support.launch import is_rank_0, process_group
 from kronscope.support.processes import Processes
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
-from tests.forked import SECONDS, forked, run_here, run_program
+from tests.forked import run_program
 
 # Parameters are float32, and per-sample gradients depend in the last digits on which samples share a batch; what is
 # made of them is float64.
 TOLERANCE = 1e-6
+# standalone: a meeting place of its own, also beside other tests that launch processes
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "21", "--measure-at", "0,2,4")
 
 
-def launcher(pipe: Connection, folder: str, arguments: list[str]) -> None:
-    """What ``torchrun --standalone --nproc-per-node 2`` does, with processes that need not import torch again."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=str(os.getpid()),
-        rdzv_backend="c10d",
-        # a meeting place of its own, also beside other tests that launch processes
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": SECONDS},
-        max_restarts=0,
-        start_method="fork",
+def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, *_TORCHRUN, "-m", "kronscope", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        elastic_launch(config, launched)(folder, arguments)
-    except ChildFailedError as error:
-        pipe.send(str(error))
-    else:
-        pipe.send(None)
-
-
-def launched(folder: str, arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    files = [str(Path(folder) / f"{kind}-{os.environ['LOCAL_RANK']}") for kind in ("out", "err")]
-    try:
-        run_here(["kronscope", *arguments], folder, {}, (files[0], files[1]))
-    except SystemExit as end:
-        # the launcher waits for those that return, or raise
-        if end.code:
-            raise RuntimeError(f"ended with {end.code}") from end
 
 
 @pytest.mark.timeout(600)
@@ -92,11 +72,8 @@ def test_a_model_of_ones_own_on_two_processes(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "mine.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(4, 3)\n")
     arguments = ("measure", "mine:build", "--data", "data.pt", "--checkpoint", "weights.pt", "--labels", "sampled")
-    with forked(launcher, str(tmp_path), [*arguments, "--out", "two"]) as (_, pipe):
-        assert pipe.poll(SECONDS)
-        failure = pipe.recv()
-    assert failure is None, failure + (tmp_path / "err-0").read_text() + (tmp_path / "err-1").read_text()
-    assert "".join((tmp_path / f"out-{rank}").read_text() for rank in (0, 1)).count("Written") == 1
+    ended = launched(tmp_path, *arguments, "--out", "two")
+    assert ended.returncode == 0, ended.stderr
     one = ks.measure(model, nn.CrossEntropyLoss(), [(inputs, targets)], labels="sampled", progress=False)
     assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)
 

@@ -107,7 +107,7 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
         model(data[0][0])
     elif kind == "tokens":
         model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 40), nn.Flatten(), nn.Linear(480, 5))
-        data = [(torch.randn(12, 12, 24), torch.randint(5, (12,)))]
+        data = [(torch.randn(40, 12, 24), torch.randint(5, (40,)))]
     else:
         model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
         # so many samples that they are cut into chunks, each of which must find its own random numbers

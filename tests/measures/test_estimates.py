@@ -105,7 +105,7 @@ def test_random_columns_depend_on_seed_and_sample_only() -> None:
 )
 def test_two_standard_errors_cover_the_exact_cosines(tokens: int, classes: int, scale: float, fixed: int) -> None:
     source = recorder(tokens, classes, scale)
-    expected, repetitions = exact_cosines(source), 24
+    expected, repetitions = exact_cosines(source), 40
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in FAMILY}
     for seed in range(repetitions):
         stream = source.streams("mixed", draws=12, fixed=fixed, seed=seed)["inner.weight"]

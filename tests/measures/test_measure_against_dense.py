@@ -153,23 +153,16 @@ def _arbitrary(layer: Layer) -> tuple[str, ...]:
     return ()
 
 
-# Layers whose gradients are made as those of another model are: each setting is asked of one of these.
-_ALIKE = ("mlp", "sequence", "residual")
-
-
 def _cases() -> Iterator[tuple[str, str, str]]:
-    """Each model of a form of its own with each setting, and each model with each loss.
+    """Each model with each setting, and with each loss.
 
     What labels and a loss have to do with each other is how many terms a sample has, and how they are averaged: where
     samples have several, each loss is asked in each way, and elsewhere in one of them, another one for the next model.
     """
     for number, (model, (_, _, losses)) in enumerate(MODELS.items()):
-        settings = list(SETTINGS)
-        if model in _ALIKE:
-            settings = [settings[0], *settings[1 + _ALIKE.index(model) :: len(_ALIKE)]]
         for place, loss in enumerate(losses):
             few = _FEW if model == "tied" else (_FEW[(number + place) % len(_FEW)],)
-            for setting in settings if place == 0 else few:
+            for setting in SETTINGS if place == 0 else few:
                 yield model, loss, setting
 
 

@@ -111,14 +111,35 @@ class EigenbasisRule(Rule):
         state["exp_avg_sq"].mul_(hyper.beta2).addcmul_(inside, inside, value=hyper.gain())
         if hyper.beta1 > 0:
             state["exp_avg"].lerp_(inside, 1 - hyper.beta1)
-        return self._adam(state, inside, modes, hyper, step)
+        # both moments have the turned gradient, so that its place is free: new memory would have to be mapped
+        free = inside if modes and hyper.beta1 > 0 and inside.stride() == state["exp_avg_sq"].stride() else None
+        return self._adam(state, inside, modes, hyper, step, free)
 
-    def _adam(self, state: Tensors, inside: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Tensor:
-        """Return Adam's step in the bases, turned back; ``inside`` is the turned gradient, used without a mean."""
+    def _adam(
+        self,
+        state: Tensors,
+        inside: Tensor,
+        modes: Sequence[int],
+        hyper: Hyper,
+        step: int,
+        free: Tensor | None = None,
+    ) -> Tensor:
+        """Return Adam's step in the bases, turned back.
+
+        Args:
+            state: The state.
+            inside: The turned gradient, used where there is no mean.
+            modes: The modes that have a basis.
+            hyper: Options.
+            step: The step.
+            free: A tensor like the moments that may be overwritten.
+        """
         mean = state["exp_avg"] if hyper.beta1 > 0 else inside
         seen = self.seen(step)
         correction1, correction2 = 1 - hyper.beta1**seen, hyper.correction2(seen) ** 0.5
-        denominators = self.denominators(state["exp_avg_sq"].sqrt(), hyper, correction1, correction2)
+        denominators = self.denominators(
+            torch.sqrt(state["exp_avg_sq"], out=free), hyper, correction1, correction2
+        )
         update = torch.div(mean, denominators, out=denominators)
         if hyper.eps == 0:
             # 0/0: an entry that has been zero so far moves nothing
