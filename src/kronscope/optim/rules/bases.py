@@ -137,9 +137,7 @@ class EigenbasisRule(Rule):
         mean = state["exp_avg"] if hyper.beta1 > 0 else inside
         seen = self.seen(step)
         correction1, correction2 = 1 - hyper.beta1**seen, hyper.correction2(seen) ** 0.5
-        denominators = self.denominators(
-            torch.sqrt(state["exp_avg_sq"], out=free), hyper, correction1, correction2
-        )
+        denominators = self.denominators(torch.sqrt(state["exp_avg_sq"], out=free), hyper, correction1, correction2)
         update = torch.div(mean, denominators, out=denominators)
         if hyper.eps == 0:
             # 0/0: an entry that has been zero so far moves nothing
