@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, first: int = 1) ->
             optimizer.zero_grad()
             loss = LOSS(model(inputs), targets)
             loss.backward()
-            return loss
+            return loss.detach()  # torch 2.8 warns of a loss with a graph that LBFGS turns into a number
 
         if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.step(closure)
