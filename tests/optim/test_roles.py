@@ -242,6 +242,37 @@ def test_biases_of_experts_and_vectors_with_idle_dimensions_get_adamw():
     assert list(plan(Shampoo(named)).values()) == ["AdamW (bias)", "AdamW (vector)", "Shampoo (whole)"]
 
 
+def test_the_lengths_of_weight_normalisation_are_vectors():
+    """Of a convolution they are (d, 1, 1), of a linear layer (d, 1): the same thing, and it has AdamW."""
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(normed(nn.Conv1d(3, 4, 1)), normed(nn.Linear(4, 6)), normed(nn.Linear(6, 2)))
+    found = {name: how for name, how in assert_one_plan(model).items() if "bias" not in name}
+    assert list(found.values()) == [
+        *("AdamW (vector)", "Shampoo (whole)"),
+        *("AdamW (vector)", "Shampoo (whole)"),
+        *("AdamW (vector)", "AdamW (head)"),
+    ]
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        earlier = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 2))
+    assert assert_one_plan(earlier)["0.weight_g"] == "AdamW (vector)"
+
+
+@pytest.mark.parametrize("route", [Shampoo, param_groups])
+def test_a_parametrized_weight_is_not_worked_out_to_make_a_plan(route: Any) -> None:
+    """Spectral normalisation takes a step of its power iteration at each look."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    route(model)
+    assert before
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_a_parametrized_table_is_known_by_its_module():
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "decoder": nn.Linear(4, 3)})
+    nn.utils.parametrizations.spectral_norm(model["words"])
+    assert plan(Shampoo(model))["words.parametrizations.weight.original"] == "AdamW (embedding)"
+
+
 # --- parameters without names ---------------------------------------------------------------------------------------
 
 
