@@ -233,6 +233,25 @@ def test_the_groups_of_a_run_are_one_model():
     assert [how for how in plan(Shampoo(groups)).values() if "head" in how] == ["AdamW (head)"]
 
 
+@pytest.mark.parametrize("call", ["{}", "fc{}", "layers.{}"])
+def test_a_group_that_begins_with_the_head_does_not_hide_it(call):
+    """A head with a learning rate of its own may be given first; the number in its name tells that it is last."""
+    layers = {call.format(place): nn.Linear(8, size) for place, size in ((9, 8), (10, 8), (11, 4))}
+    named = {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    last = call.format(11) + ".weight"
+    groups = [
+        {"params": [(last, named[last])], "lr": 0.1},
+        {"params": [(name, weight) for name, weight in named.items() if name != last]},
+    ]
+    assert [name for name, how in plan(Shampoo(groups)).items() if how == "AdamW (head)"] == [last]
+
+
+def test_numbers_that_only_fall_are_sizes_and_tell_nothing():
+    sizes = ((8, 64), (64, 32), (32, 8))
+    named = [(f"fc{rows}.weight", nn.Parameter(torch.zeros(rows, columns))) for columns, rows in sizes]
+    assert [name for name, how in plan(Shampoo(named)).items() if how == "AdamW (head)"] == ["fc8.weight"]
+
+
 def test_biases_of_experts_and_vectors_with_idle_dimensions_get_adamw():
     named = [
         ("experts.down_bias", nn.Parameter(torch.zeros(4, 6))),

@@ -269,19 +269,40 @@ def _without_digits(parts: Sequence[str]) -> list[str]:
 def _last_matrix(names: Sequence[str], params: Sequence[Tensor], roles: Sequence[str]) -> int | None:
     """Return where the last matrix is, if it can be the output of a model."""
     matrices = [place for place, param in enumerate(params) if param.ndim > 1 and names[place] and not roles[place]]
-    if len(matrices) < 2 or params[matrices[-1]].ndim != 2:
+    if len(matrices) < 2:
         return None
-    last, earlier = params[matrices[-1]], list(zip(names, params, strict=True))[: matrices[-1]]
+    place = _end(matrices, names)
+    last = params[place]
+    if last.ndim != 2:
+        return None
+    named = list(zip(names, params, strict=True))
+    earlier = named[:place] if place == matrices[-1] else named[:place] + named[place + 1 :]
     widths = {param.shape[-1] for param, role in zip(params, roles, strict=True) if role == "embedding"}
     # what comes before makes its inputs, or it does not belong to the same model; a recurrent layer's rows are gates
     made = {p.shape[-1] if "weight_hh" in name else p.shape[0] for name, p in earlier if p.ndim > 1}
     follows = any(last.shape[1] % size == 0 for size in made | widths if size > 1)
-    *modules, own = _parts(names[matrices[-1]])
+    *modules, own = _parts(names[place])
     inner = any(word in _INNER_WORDS or word == "lora" for part in modules for word in part.split("_"))
     # one that leads back to an embedding's width is inside the model, whose outputs the embedding itself makes
     if own != "weight" or inner or not follows or last.shape[0] in widths or _is_repeated(modules, names):
         return None
-    return matrices[-1]
+    return place
+
+
+def _end(matrices: Sequence[int], names: Sequence[str]) -> int:
+    """Return where the last matrix is: the first one, where numbers tell that a group with the head comes first.
+
+    Of ``fc3``, ``fc1`` and ``fc2`` it is ``fc3``. Numbers that only fall, as in ``fc64`` and ``fc10``, may be sizes.
+    """
+    own = _without_digits(_parts(names[matrices[-1]]))
+    alike = [place for place in matrices if _without_digits(_parts(names[place])) == own]
+    first, *others = (_numbers(names[place]) for place in alike)
+    is_moved = len(others) > 1 and others == sorted(others) and first > others[-1] > others[0]
+    return alike[0] if is_moved else matrices[-1]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", _plain(name))]
 
 
 def _is_repeated(modules: Sequence[str], names: Sequence[str]) -> bool:
