@@ -47,6 +47,24 @@ def test_the_summary_has_a_line_for_each_shape_and_what_adamw_needs(kind):
     assert all(name in rows for name, _ in named)
 
 
+def test_a_stack_of_matrices_that_no_name_tells_of_is_pointed_at():
+    """Experts that are not called so are flattened into one matrix, which does next to nothing for them."""
+
+    def hints(name: str, *shape: int, **options: Any) -> list[str]:
+        named = [(name, nn.Parameter(torch.zeros(shape))), ("head.weight", nn.Parameter(torch.zeros(4, 64)))]
+        return [line for line in str(Shampoo(named, **options).explain()).splitlines() if "view='experts'" in line]
+
+    (line,) = hints("moe.w1", 4, 32, 48)
+    assert "moe.w1 of 4x32x48" in line
+    assert "4 matrices of 32x48" in line
+    assert hints("moe.w1", 4, 256, 48)
+    assert not hints("moe.w1", 4, 32, 48, view="experts")
+    assert not hints("moe.w1", 4, 32, 48, view="modes")
+    assert not hints("moe.experts.w1", 4, 32, 48)
+    assert not hints("conv.weight", 64, 32, 9)
+    assert not hints("conv.weight", 64, 512, 9)
+
+
 def test_first_steps_cost_more_than_later_ones_and_a_long_period_costs_less():
     def costs(**options: object) -> tuple[float, float]:
         rows = Shampoo(parameters((64, 64)), **options).explain().rows  # type: ignore[arg-type]

@@ -233,6 +233,25 @@ def test_the_groups_of_a_run_are_one_model():
     assert [how for how in plan(Shampoo(groups)).values() if "head" in how] == ["AdamW (head)"]
 
 
+@pytest.mark.parametrize("call", ["{}", "fc{}", "layers.{}"])
+def test_a_group_that_begins_with_the_head_does_not_hide_it(call):
+    """A head with a learning rate of its own may be given first; the number in its name tells that it is last."""
+    layers = {call.format(place): nn.Linear(8, size) for place, size in ((9, 8), (10, 8), (11, 4))}
+    named = {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    last = call.format(11) + ".weight"
+    groups = [
+        {"params": [(last, named[last])], "lr": 0.1},
+        {"params": [(name, weight) for name, weight in named.items() if name != last]},
+    ]
+    assert [name for name, how in plan(Shampoo(groups)).items() if how == "AdamW (head)"] == [last]
+
+
+def test_numbers_that_only_fall_are_sizes_and_tell_nothing():
+    sizes = ((8, 64), (64, 32), (32, 8))
+    named = [(f"fc{rows}.weight", nn.Parameter(torch.zeros(rows, columns))) for columns, rows in sizes]
+    assert [name for name, how in plan(Shampoo(named)).items() if how == "AdamW (head)"] == ["fc8.weight"]
+
+
 def test_biases_of_experts_and_vectors_with_idle_dimensions_get_adamw():
     named = [
         ("experts.down_bias", nn.Parameter(torch.zeros(4, 6))),
@@ -240,6 +259,37 @@ def test_biases_of_experts_and_vectors_with_idle_dimensions_get_adamw():
         ("blocks.0.fc.weight", nn.Parameter(torch.zeros(6, 6))),
     ]
     assert list(plan(Shampoo(named)).values()) == ["AdamW (bias)", "AdamW (vector)", "Shampoo (whole)"]
+
+
+def test_the_lengths_of_weight_normalisation_are_vectors():
+    """Of a convolution they are (d, 1, 1), of a linear layer (d, 1): the same thing, and it has AdamW."""
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(normed(nn.Conv1d(3, 4, 1)), normed(nn.Linear(4, 6)), normed(nn.Linear(6, 2)))
+    found = {name: how for name, how in assert_one_plan(model).items() if "bias" not in name}
+    assert list(found.values()) == [
+        *("AdamW (vector)", "Shampoo (whole)"),
+        *("AdamW (vector)", "Shampoo (whole)"),
+        *("AdamW (vector)", "AdamW (head)"),
+    ]
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        earlier = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 2))
+    assert assert_one_plan(earlier)["0.weight_g"] == "AdamW (vector)"
+
+
+@pytest.mark.parametrize("route", [Shampoo, param_groups])
+def test_a_parametrized_weight_is_not_worked_out_to_make_a_plan(route: Any) -> None:
+    """Spectral normalisation takes a step of its power iteration at each look."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    route(model)
+    assert before
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_a_parametrized_table_is_known_by_its_module():
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "decoder": nn.Linear(4, 3)})
+    nn.utils.parametrizations.spectral_norm(model["words"])
+    assert plan(Shampoo(model))["words.parametrizations.weight.original"] == "AdamW (embedding)"
 
 
 # --- parameters without names ---------------------------------------------------------------------------------------

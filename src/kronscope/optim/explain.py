@@ -38,6 +38,8 @@ _LIMITED = (
 )
 _PRODUCT_SIZE = 384
 _SMALL_SIZE = 8
+# What is at least as wide in its last two dimensions is more often a stack of matrices than a convolution.
+_WIDEST_KERNEL = 32
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Explanation:
             f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
             *self.budgets,
             *([_LIMITED] * any(row.limited for row in trained)),
+            *_stacked(trained),
             "",
             self._groups(trained),
             *([f"frozen: {len(self.rows) - len(trained)} parameters"] if len(trained) < len(self.rows) else []),
@@ -247,6 +250,26 @@ class Explanation:
         ]
         footer = f"state: {self.total_bytes / 2**20:.1f} MiB; a step: {sum(r.flops for r in self.rows) / 1e9:.2f} GFLOP"
         return [table(header, lines), footer]
+
+
+def _stacked(rows: Sequence[ExplanationRow]) -> list[str]:
+    """Say which parameters may be several matrices, and are treated as one: too wide for the kernel of a layer."""
+
+    def is_one(row: ExplanationRow) -> bool:
+        count, *shape = row.shape
+        flat = row.view == (count, math.prod(shape)) or "kernel apart" in row.method
+        return bool(row.factors) and count > 1 and flat and min(shape) >= _WIDEST_KERNEL
+
+    found = [row for row in rows if len(row.shape) == 3 and is_one(row)]
+    if not found:
+        return []
+    row, several = found[0], len(found) > 1
+    text = (
+        f"{row.name}{f' (and {len(found) - 1} more)' * several} of {_times(row.shape)} is treated as one matrix of "
+        f"{row.shape[0]} rows; if it is {row.shape[0]} matrices of {_times(row.shape[1:])}, such as experts, "
+        f"view='experts' in its group gives each of them factors of its own"
+    )
+    return [text]
 
 
 class _Counts(NamedTuple):

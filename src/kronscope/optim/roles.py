@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = ["EXPERTS", "LIKE_A_TABLE", "like_tables", "role_of", "roles_in", "roles_of"]
 
@@ -130,19 +132,18 @@ def roles_in(model: nn.Module, *, head: bool | None = None) -> dict[Tensor, str]
     named = list(model.named_parameters())
     names, params = [name for name, _ in named], [param for _, param in named]
     roles: dict[Tensor, str] = dict(zip(params, roles_of(names, params, last=False), strict=True))
-    owners = [
-        (module, weight) for module in model.modules() if isinstance(weight := getattr(module, "weight", None), Tensor)
-    ]
+    owners = [(module, weight) for module in model.modules() for weight in _weights(module)]
     tables = {weight for module, weight in owners if _is_table(module, weight)}
     for _, weight in owners:
         if weight in tables:
-            roles[weight] = "embedding"
+            if roles.get(weight) != "vector":
+                roles[weight] = "embedding"
         elif roles.get(weight) == "embedding":
             # the weight of a layer is no embedding, whatever the module around it is called
             roles[weight] = ""
-    output = _output_weight(model)
-    if output is not None and roles.get(output) == "":
-        roles[output] = "head"
+    for output in _output_weights(model):
+        if roles.get(output) == "":
+            roles[output] = "head"
     if head is not False and (head or "head" not in roles.values()):
         for place in _last_matrices(names, params, [roles[param] for param in params]):
             roles[params[place]] = "head"
@@ -176,11 +177,17 @@ def _role_by_shape(name: str, param: Tensor) -> str:
     parts = _parts(name)
     if parts[-1] == "bias" or parts[-1].endswith("_bias"):
         return "bias"
-    if param.ndim > 2 and param.numel() == max(param.shape):
+    if param.numel() == max(param.shape) and (param.ndim > 2 or _is_magnitude(name)):
         return "vector"
     if param.ndim == 3 and "experts" in (word for part in parts for word in part.split("_")):
         return EXPERTS
     return ""
+
+
+def _is_magnitude(name: str) -> bool:
+    """Whether a name is that of the lengths that weight normalisation keeps beside the directions."""
+    *modules, own = name.lower().split(".")
+    return own == "weight_g" or (own == "original0" and "parametrizations" in modules)
 
 
 def _is_embedding(name: str) -> bool:
@@ -262,19 +269,40 @@ def _without_digits(parts: Sequence[str]) -> list[str]:
 def _last_matrix(names: Sequence[str], params: Sequence[Tensor], roles: Sequence[str]) -> int | None:
     """Return where the last matrix is, if it can be the output of a model."""
     matrices = [place for place, param in enumerate(params) if param.ndim > 1 and names[place] and not roles[place]]
-    if len(matrices) < 2 or params[matrices[-1]].ndim != 2:
+    if len(matrices) < 2:
         return None
-    last, earlier = params[matrices[-1]], list(zip(names, params, strict=True))[: matrices[-1]]
+    place = _end(matrices, names)
+    last = params[place]
+    if last.ndim != 2:
+        return None
+    named = list(zip(names, params, strict=True))
+    earlier = named[:place] if place == matrices[-1] else named[:place] + named[place + 1 :]
     widths = {param.shape[-1] for param, role in zip(params, roles, strict=True) if role == "embedding"}
     # what comes before makes its inputs, or it does not belong to the same model; a recurrent layer's rows are gates
     made = {p.shape[-1] if "weight_hh" in name else p.shape[0] for name, p in earlier if p.ndim > 1}
     follows = any(last.shape[1] % size == 0 for size in made | widths if size > 1)
-    *modules, own = _parts(names[matrices[-1]])
+    *modules, own = _parts(names[place])
     inner = any(word in _INNER_WORDS or word == "lora" for part in modules for word in part.split("_"))
     # one that leads back to an embedding's width is inside the model, whose outputs the embedding itself makes
     if own != "weight" or inner or not follows or last.shape[0] in widths or _is_repeated(modules, names):
         return None
-    return matrices[-1]
+    return place
+
+
+def _end(matrices: Sequence[int], names: Sequence[str]) -> int:
+    """Return where the last matrix is: the first one, where numbers tell that a group with the head comes first.
+
+    Of ``fc3``, ``fc1`` and ``fc2`` it is ``fc3``. Numbers that only fall, as in ``fc64`` and ``fc10``, may be sizes.
+    """
+    own = _without_digits(_parts(names[matrices[-1]]))
+    alike = [place for place in matrices if _without_digits(_parts(names[place])) == own]
+    first, *others = (_numbers(names[place]) for place in alike)
+    is_moved = len(others) > 1 and others == sorted(others) and first > others[-1] > others[0]
+    return alike[0] if is_moved else matrices[-1]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", _plain(name))]
 
 
 def _is_repeated(modules: Sequence[str], names: Sequence[str]) -> bool:
@@ -289,6 +317,18 @@ def _is_repeated(modules: Sequence[str], names: Sequence[str]) -> bool:
     return False
 
 
+def _weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters that make a module's weight.
+
+    Not by asking for ``module.weight``: where that is parametrized, it is worked out at each look, and spectral
+    normalisation takes a step of its power iteration.
+    """
+    if is_parametrized(module, "weight"):
+        pieces = cast("nn.ModuleDict", module.parametrizations)["weight"]
+        return list(pieces.parameters(recurse=False))
+    return [param for name, param in module.named_parameters(recurse=False) if name == "weight"]
+
+
 def _is_table(module: nn.Module, weight: Tensor) -> bool:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return True
@@ -296,16 +336,15 @@ def _is_table(module: nn.Module, weight: Tensor) -> bool:
     return is_called_so and weight.ndim == 2 and getattr(module, "bias", None) is None
 
 
-def _output_weight(model: nn.Module) -> Tensor | None:
+def _output_weights(model: nn.Module) -> list[Tensor]:
     """Return the weight of the layer that a model of transformers, wrapped or not, says makes its outputs."""
     found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     asked = next((one for one in found if callable(one)), None)
     try:
         layer = asked() if asked is not None else None
     except (NotImplementedError, AttributeError, TypeError):
-        return None
-    weight = getattr(layer, "weight", None)
-    return weight if isinstance(weight, Tensor) else None
+        return []
+    return _weights(layer) if isinstance(layer, nn.Module) else []
 
 
 def _plain(name: str) -> str:
