@@ -292,7 +292,7 @@ def test_explain_says_which_share_of_a_step_to_expect(kind):
     assert f"share of a step, beside a forward and backward of 50 ms: {100 * plan.share():.1f} %" in str(plan)
     assert kind(layer()).explain().share() is None
     assert "share of a step" not in str(kind(layer()).explain())
-    for seconds, wrong in itertools.product([0.0, -1.0, math.inf], [kind]):
+    for seconds, wrong in itertools.product([0.0, -1.0, math.inf, "1"], [kind]):
         with pytest.raises(OptionError, match="step_seconds"):
             wrong(layer()).explain(step_seconds=seconds)
 

@@ -299,9 +299,9 @@ def explain_plan(
         budgets: What became of each budget, in words.
 
     Raises:
-        OptionError: ``step_seconds`` is not positive.
+        OptionError: ``step_seconds`` is not a positive number.
     """
-    if step_seconds is not None and not 0 < step_seconds < math.inf:
+    if step_seconds is not None and not (isinstance(step_seconds, int | float) and 0 < step_seconds < math.inf):
         raise OptionError(f"step_seconds must be the seconds of a forward and backward pass, got {step_seconds!r}.")
     known: dict[tuple[object, ...], _Counts] = {}
     counts = []

@@ -97,7 +97,7 @@ class InspectedOptimizer(PlannedOptimizer):
             The plan; print it.
 
         Raises:
-            OptionError: ``step_seconds`` is not positive.
+            OptionError: ``step_seconds`` is not a positive number.
         """
         self._check_plan()
         names = self._names()
