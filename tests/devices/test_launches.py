@@ -61,8 +61,8 @@ class Counting:
 
 
 # What a plain step and a refresh of all roots may launch. It was 252 and 3547 for Shampoo on the transformer, 754 and
-# 9643 on ResNet18; 396 and 3886 for KL-Shampoo; 236 and 848 for SOAP. These are a quarter above what it is now, but for the
-# 300 that ResNet18 was allowed from the beginning.
+# 9643 on ResNet18; 396 and 3886 for KL-Shampoo; 236 and 848 for SOAP. These are a quarter above what it is
+# now, but for the 300 that ResNet18 was allowed from the beginning.
 CEILINGS = [
     ("transformer", Shampoo, 60, 240),
     ("transformer", SOAP, 55, 290),

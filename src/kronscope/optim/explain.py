@@ -301,7 +301,8 @@ def explain_plan(
     Raises:
         OptionError: ``step_seconds`` is not a positive number.
     """
-    if step_seconds is not None and not (isinstance(step_seconds, int | float) and 0 < step_seconds < math.inf):
+    given: object = step_seconds
+    if given is not None and not (isinstance(given, int | float) and 0 < given < math.inf):
         raise OptionError(f"step_seconds must be the seconds of a forward and backward pass, got {step_seconds!r}.")
     known: dict[tuple[object, ...], _Counts] = {}
     counts = []
