@@ -289,6 +289,16 @@ def test_the_table_of_first_roots_is_its_record(monkeypatch: pytest.MonkeyPatch)
         assert group["refresh"] == kronscope.Warmup(20, 10, within=tuple(map(int, within.split("-"))))
 
 
+@pytest.mark.parametrize(("record", "clock"), [("optim_defaults", "wall"), ("optim_defaults_one_thread", "cpu")])
+def test_the_times_of_steps_with_defaults_are_their_record(
+    record: str, clock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    shown = text.partition(f"<!-- {record} -->\n")[2].partition("<!-- end -->")[0]
+    found = json.loads((RECORDS / f"{record}.json").read_text(encoding="utf-8"))
+    assert shown == _benchmark("optim_defaults", monkeypatch).table(found, clock) + "\n"
+
+
 def test_every_picture_of_the_reproduction_is_shown() -> None:
     text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("reproduction.md", "reproduction-summary.md"))
     hidden = [path.name for path in (DOCS / "images" / "reproduction").iterdir() if path.name not in text]
