@@ -5,6 +5,7 @@
     python benchmarks/frontier.py report [--out benchmarks/records/frontier]
     python benchmarks/frontier.py settings
     python benchmarks/frontier.py first-roots [--out benchmarks/records/frontier]
+    python benchmarks/frontier.py seldom [--out benchmarks/records/frontier]
 
 Workloads that choose: `mlp`, `cnn` (a convolution and a wide linear layer), `gpt` (a character model), and for
 convolutions `wide-channels`. Workloads that check, and that nobody may look at before a choice is made: `resnet`,
@@ -194,15 +195,20 @@ def settings() -> dict[str, dict[str, Any]]:
                 found[f"{block}-{ratio}-{schedule_name}"] = {"plan": (block, ratio), "refresh": refresh}
     for within in ((2, 2, 16), (3, 3, 14), (4, 4, 12), (5, 5, 10)):
         found[f"first-{'-'.join(map(str, within))}"] = {"refresh": Warmup(20, 10, within=within)}
+    for every in (1, 2, 3, 5, 10):
+        found[f"statistics-{every}"] = {"statistics": every}
     found["flat-kernels"] = {"kernel": 0}
     for beta in (0.9, 0.99):
         found[f"before-beta{beta:g}"] = {**found["before"], "betas": (0.9, beta)}
+    for beta in (0.9, 0.98, 0.99):
+        found[f"beta2-{beta:g}"] = {"betas": (0.9, beta)}
     return found
 
 
 def made(family: str, model: nn.Module, lr: float, options: dict[str, Any]) -> Any:
     """Return an optimizer; ``plan`` stands in for the constants that the default plan is made with."""
-    options = dict(options)
+    # what was the default of all families in the first trials
+    options = {"statistics": 1, **options}
     before = blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES, blocks.LARGEST_KERNEL
     plan = (*options.pop("plan", before[:2]), options.pop("kernel", before[2]))
     blocks.DEFAULT_BLOCK, blocks.DEFAULT_RATIO_OF_SIDES, blocks.LARGEST_KERNEL = plan
@@ -319,8 +325,7 @@ FIRST = {"shampoo": "3-3-14", "kl-shampoo": "3-3-14", "soap": "4-4-12"}
 
 def first_roots(folder: Path) -> str:
     """Return the table of docs/optimizer-trials.md: final losses at a learning rate of 0.003 with other first roots."""
-    workloads = ("mlp", "cnn", "gpt", "regression", "resnet", "vit")
-    lines = [["", *workloads], ["---"] * (1 + len(workloads))]
+    rows = []
     for family, ours in FIRST.items():
         tried = {
             path.name.split("-first-")[1].split("-lr")[0] for path in folder.glob(f"mlp-{family}-first-*-lr0.003-*")
@@ -328,16 +333,42 @@ def first_roots(folder: Path) -> str:
         for within in sorted(tried | {ours}):
             setting = "default" if within == ours else f"first-{within}"
             title = f"`{FAMILIES[family].__name__}` `({within.replace('-', ', ')})`{', the default' * (within == ours)}"
-            runs = [
-                [json.loads(path.read_text())["final"] for path in folder.glob(f"{name}-{family}-{setting}-lr0.003-*")]
-                for name in workloads
-            ]
-            digits = [4 if name == "regression" else 3 for name in workloads]
-            cells = [
-                f"{statistics.mean(finals):.{digit}f} ± {(max(finals) - min(finals)) / 2:.{digit}f}"
-                for finals, digit in zip(runs, digits, strict=True)
-            ]
-            lines.append([title, *cells])
+            rows.append((title, family, setting))
+    return _finals(rows, folder)
+
+
+def seldom(folder: Path) -> str:
+    """Return the table of docs/optimizer-trials.md: the same with every gradient in the factors, and with fewer."""
+    rows = []
+    tried = {name: kind for name, kind in FAMILIES.items() if any(folder.glob(f"*-{name}-statistics-2-lr0.003-*"))}
+    for family, kind in tried.items():
+        for every in (1, 2, 5):
+            # when the runs of the default were made, they took every gradient
+            names = [f"statistics-{every}", *["default"] * (every == 1)]
+            if any(any(folder.glob(f"*-{family}-{name}-lr0.003-*")) for name in names):
+                rows.append((f"`{kind.__name__}(statistics={every})`", family, *names))
+    return _finals(rows, folder)
+
+
+def _finals(rows: Sequence[tuple[str, ...]], folder: Path) -> str:
+    """Return a table of final losses at a learning rate of 0.003.
+
+    Args:
+        rows: Title, family and settings of each row; of several settings, which mean the same, all seeds count.
+        folder: Where the records are.
+    """
+    workloads = ("mlp", "cnn", "gpt", "regression", "resnet", "vit")
+    lines = [["", *workloads], ["---"] * (1 + len(workloads))]
+    for title, family, *names in rows:
+        cells = []
+        for name in workloads:
+            paths = [path for setting in names for path in folder.glob(f"{name}-{family}-{setting}-lr0.003-*")]
+            runs = [json.loads(path.read_text()) for path in paths]
+            finals = list({one["seed"]: one["final"] for one in runs}.values())
+            digit = 4 if name == "regression" else 3
+            spread = f" ± {(max(finals) - min(finals)) / 2:.{digit}f}" if len(finals) > 1 else ", one seed"
+            cells.append(f"{statistics.mean(finals):.{digit}f}{spread}" if finals else "")
+        lines.append([title, *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -389,6 +420,9 @@ def main() -> None:
     command = commands.add_parser("first-roots")
     command.add_argument("--out", type=Path, default=Path("benchmarks/records/frontier"))
     command.set_defaults(function=lambda args: print(first_roots(args.out), end=""))
+    command = commands.add_parser("seldom")
+    command.add_argument("--out", type=Path, default=Path("benchmarks/records/frontier"))
+    command.set_defaults(function=lambda args: print(seldom(args.out), end=""))
     command = commands.add_parser("settings")
     command.set_defaults(function=lambda _: print("\n".join(f"{k}: {v}" for k, v in settings().items())))
     args = parser.parse_args()

@@ -192,7 +192,7 @@ def products(name: str) -> dict[str, float]:
         optimizer = kind([torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes])
         hyper = optimizer._hyper(optimizer.param_groups[0])
         tiles = [tile for layout in optimizer._layouts.values() for tile in layout.tiles]
-        found[kind.__name__] = sum(tile.total * _products(tile, hyper) for tile in tiles) / theirs
+        found[kind.__name__] = sum(tile.total * _products(tile, hyper, hyper.statistics) for tile in tiles) / theirs
     return found
 
 

@@ -289,6 +289,12 @@ def test_the_table_of_first_roots_is_its_record(monkeypatch: pytest.MonkeyPatch)
         assert group["refresh"] == kronscope.Warmup(20, 10, within=tuple(map(int, within.split("-"))))
 
 
+def test_the_table_of_left_out_gradients_is_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- seldom -->\n")[2].partition("<!-- end -->")[0]
+    assert shown == _benchmark("frontier", monkeypatch).seldom(RECORDS / "frontier")
+
+
 @pytest.mark.parametrize(("record", "clock"), [("optim_defaults", "wall"), ("optim_defaults_one_thread", "cpu")])
 def test_the_times_of_steps_with_defaults_are_their_record(
     record: str, clock: str, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kronscope.optim import SOAP, KLShampoo, Shampoo
+from kronscope.optim.config import EARLY_STEPS
 from tests.optim.tools import copies, gradients, parameters, train
 
 # 264: one-sided by default, kept as a triangle where matrices are whole
@@ -84,6 +85,22 @@ def test_later_steps_compile_nothing_and_copies_are_plain():
     train(optimizer, params, [grads[:2] for grads in history])
     for one, two in zip(params, twins, strict=True):
         assert torch.allclose(one, two, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")
+@pytest.mark.parametrize("kind", [KLShampoo, SOAP])
+def test_steps_that_leave_gradients_out_are_compiled_once(kind):
+    params = parameters((6, 5))
+    twins = copies(params)
+    plain, compiled = kind(twins, 0.01, statistics=3), kind(params, 0.01, statistics=3)
+    compiled.compile(backend="eager")
+    history = gradients((6, 5), EARLY_STEPS + 12)
+    for begin, end in ((0, EARLY_STEPS), (EARLY_STEPS, EARLY_STEPS + 3), (EARLY_STEPS + 3, EARLY_STEPS + 12)):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        train(compiled, params, [history[begin:end]])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    train(plain, twins, [history])
+    assert torch.allclose(params[0], twins[0], rtol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*parameters without names.*:UserWarning")

@@ -16,7 +16,7 @@ def test_the_factors_reach_the_fixed_point_of_their_equations():
     cycle = gradients((4, 3), 6)
     (param,) = parameters((4, 3))
     beta = 0.985
-    optimizer = KLShampoo([param], 0.0, betas=(0.0, beta), damping=0.0, refresh=1)
+    optimizer = KLShampoo([param], 0.0, betas=(0.0, beta), damping=0.0, refresh=1, statistics=1)
     for _ in range(80):
         train(optimizer, [param], [cycle])
     weights = [beta ** (5 - i) * (1 - beta) / (1 - beta**6) for i in range(6)]

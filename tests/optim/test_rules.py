@@ -37,8 +37,8 @@ class SignRule(RootRule):
     class_name = "SignShampoo"
     is_plain_product = False
 
-    def passes(self, hyper: Hyper) -> int:
-        return 2
+    def passes(self, hyper: Hyper) -> tuple[int, int]:
+        return 1, 1
 
     def add_to_factors(
         self, state: Tensors, grads: Tensor, moved: Tensor, modes: Sequence[int], hyper: Hyper, step: int

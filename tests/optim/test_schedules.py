@@ -317,3 +317,18 @@ def test_by_default_the_first_twenty_steps_take_one_pass_more_over_the_roots_tha
         passes.append(optimizer.metrics()["roots"] / 20)
     assert sum(passes) == pytest.approx(3)
     assert max(passes) <= (0.5 if kind is KLShampoo else 0.4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_that_makes_the_state_takes_fewer_roots_and_a_few_blocks_do_not_wait(kind):
+    def at_first(shapes: list[tuple[int, int]]) -> list[int]:
+        params = parameters(*shapes, dtype=torch.float32)
+        optimizer = kind(params, 1e-2, block_size=8)
+        train(optimizer, params, [gradients(shape, 1, dtype=torch.float32) for shape in shapes])
+        return [int((optimizer.state[param]["tile0.refreshed"] > 0).sum()) for param in params]
+
+    # two roots each of 128 blocks in a period of three or four steps
+    (taken,) = at_first([(64, 128)])
+    period = kind([nn.Parameter(torch.zeros(2, 2))], 1e-2).param_groups[0]["refresh"].within[0]
+    assert 0.7 * 256 / period < taken < 0.95 * 256 / period
+    assert at_first([(8, 8)]) == [1 if kind is KLShampoo else 2]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_REFRESH",
     "DEFAULT_SCALE",
+    "EARLY_STEPS",
     "Adaptive",
     "Budget",
     "Every",
@@ -119,6 +120,9 @@ Scale = Trace | Graft | Norm | None
 # 0.01.
 DEFAULT_SCALE = Graft("adam")
 
+# Steps in which every gradient is taken into the factors: means of few gradients want them all.
+EARLY_STEPS = 20
+
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Every, Warmup, Adaptive, Budget, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
 }
@@ -142,6 +146,7 @@ class Hyper:
         momentum: Heavy-ball momentum after scaling.
         nesterov: Whether momentum has Nesterov's form.
         solver: How roots are taken.
+        statistics: After the first steps, only every so manieth gradient is taken into the factors.
     """
 
     rule: Rule
@@ -157,6 +162,7 @@ class Hyper:
     momentum: float
     nesterov: bool
     solver: RootSolver
+    statistics: int = 1
 
     @property
     def is_sum(self) -> bool:
@@ -164,8 +170,8 @@ class Hyper:
         return self.beta2 == 1
 
     def exponent(self, mode: int) -> float:
-        """Return the exponent of one mode's factor."""
-        return self.exponents[mode] if len(self.exponents) > 1 else self.exponents[0]
+        """Return the exponent of one mode's factor; the last serves all modes that follow."""
+        return self.exponents[min(mode, len(self.exponents) - 1)]
 
     def schedule_step(self, step: int) -> int:
         """Return the step the refresh schedule sees: roots are first taken at ``start``."""
@@ -185,12 +191,37 @@ class Hyper:
         return Ridge(eps=self.eps) if self.is_sum else Ridge(damping=self.damping)
 
     def gain(self) -> float:
-        """Return what a new Gram matrix is multiplied with."""
+        """Return what the square of a new gradient is multiplied with."""
         return 1.0 if self.is_sum else 1.0 - self.beta2
 
     def correction2(self, step: int) -> float:
-        """Return the weight the factors have collected after ``step`` updates; sums are read as they are."""
+        """Return the weight that a mean with ``beta2`` has collected after ``step`` updates; sums are as they are."""
         return 1.0 if self.is_sum else 1.0 - float(self.beta2**step)
+
+    def gathered(self, step: int) -> int:
+        """Return the last step up to ``step`` whose gradient was taken into the factors."""
+        late = max(step - EARLY_STEPS, 0)
+        return step - late % self.statistics
+
+    def gathers(self, step: int) -> bool:
+        """Whether the gradient of ``step`` is taken into the factors."""
+        return self.gathered(step) == step
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether there may be gradients up to ``step`` that the factors have not seen."""
+        return self.statistics > 1 and step > EARLY_STEPS
+
+    def factor_decay(self, step: int) -> float:
+        """Return what the factors are multiplied with at a step that gathers."""
+        return float(self.beta2 ** (step - self.gathered(step - 1)))
+
+    def factor_gain(self, step: int) -> float:
+        """Return what a new Gram matrix is multiplied with: it stands for all gradients since the last one."""
+        return float(step - self.gathered(step - 1)) if self.is_sum else 1.0 - self.factor_decay(step)
+
+    def factor_weight(self, step: int) -> float:
+        """Return the weight the factors have collected after ``step`` updates; sums are read as they are."""
+        return self.correction2(self.gathered(step))
 
     def graft_beta2(self) -> float:
         """Return the decay of the graft's second moment; 1 means sums."""

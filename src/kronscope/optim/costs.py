@@ -17,6 +17,7 @@ __all__ = [
     "BASIS_COST",
     "CALL_COST",
     "ELEMENT_COST",
+    "MAKING_COST",
     "ROOT_COST",
     "STEP_CALLS",
     "Calls",
@@ -26,6 +27,7 @@ __all__ = [
     "counted_cost",
     "first_work",
     "layout_work",
+    "making_cost",
     "refresh_cost",
     "step_cost",
 ]
@@ -37,6 +39,9 @@ ROOT_COST = 30.0
 BASIS_COST = 8.0
 # Elementwise work is bound by memory: one entry costs about as much as this many multiply-adds.
 ELEMENT_COST = 60.0
+# A number of a new state, whose memory has to be mapped first: measured where that takes long, and elsewhere some steps
+# of the first are only a little shorter for it.
+MAKING_COST = 200.0
 # What a step takes for its calls alone, whatever the sizes, counted in products of two small matrices (fitted to the
 # CPU time of steps of 1 ... 100 layers of 16 x 8 and a little more, of one shape and of many, by the three families).
 STEP_CALLS = 250.0
@@ -52,23 +57,36 @@ def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
     return hyper.rule.refresh_cost(tile.block, mode, hyper)
 
 
-def step_cost(tile: Tile, hyper: Hyper) -> float:
-    """Return the cost of a step of one block without roots, in multiply-adds of a matrix product."""
-    return _products(tile, hyper) + 1.5 * ELEMENT_COST * math.prod(tile.block)
+def making_cost(tile: Tile) -> float:
+    """Return what it costs to make the state of one block: factors, roots and about three moments."""
+    return MAKING_COST * (2.0 * sum(tile.block[mode] ** 2 for mode in tile.modes) + 3.0 * math.prod(tile.block))
+
+
+def step_cost(tile: Tile, hyper: Hyper, statistics: int | None = None) -> float:
+    """Return the cost of a step of one block without roots, in multiply-adds of a matrix product.
+
+    Args:
+        tile: The block's tile.
+        hyper: Options.
+        statistics: Steps between two gradients that are taken into the factors; None as the options have it.
+    """
+    return _products(tile, hyper, statistics or hyper.statistics) + 1.5 * ELEMENT_COST * math.prod(tile.block)
 
 
 def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
     """Return multiply-adds of a step of one block, roots spread over their period, and its cost in the same unit."""
     roots = sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / hyper.refresh.period
-    return _products(tile, hyper) + roots + 15.0 * math.prod(tile.block), step_cost(tile, hyper) + roots
+    products = _products(tile, hyper, hyper.statistics)
+    return products + roots + 15.0 * math.prod(tile.block), step_cost(tile, hyper) + roots
 
 
-def _products(tile: Tile, hyper: Hyper) -> float:
-    passes, entries = hyper.rule.passes(hyper), math.prod(tile.block)
+def _products(tile: Tile, hyper: Hyper, statistics: int) -> float:
+    (always, gathering), entries = hyper.rule.passes(hyper), math.prod(tile.block)
     # of a Gram matrix that is kept as a triangle only the lower panels are formed
     saves = hyper.rule.packs and hyper.power_rounds == 1
     sizes = [tile.block[mode] for mode in tile.modes]
-    return sum((passes - 0.4 * (saves and is_packed(size))) * entries * float(size) for size in sizes)
+    grams = [gathering - 0.4 * (saves and is_packed(size)) for size in sizes]
+    return sum((always + gram / statistics) * entries * float(size) for gram, size in zip(grams, sizes, strict=True))
 
 
 def layout_work(layout: Layout, hyper: Hyper, numel: int) -> tuple[float, float]:
@@ -85,7 +103,7 @@ def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
         return ELEMENT_COST * numel
     period = hyper.refresh.first_steps / hyper.refresh.first_passes
     return sum(
-        tile.total * (step_cost(tile, hyper) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period)
+        tile.total * (step_cost(tile, hyper, 1) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period)
         for tile in layout.tiles
     )
 

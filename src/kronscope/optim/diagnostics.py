@@ -180,7 +180,7 @@ def fresh_products(
         for mode in tile.modes:
             found = hyper.rule.refresh(one, mode, slice(None), hyper, step)
             if found is not None:
-                hyper.rule.carry(one, mode, slice(None), found, hyper)
+                hyper.rule.carry(one, mode, slice(None), found, hyper, step)
         after = _peek(param, one, tile, layout, hyper, group, step)
         assert after is not None
         after = wide(after)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.optim.blocks import DEFAULT_BLOCK, DEFAULT_RATIO_OF_SIDES, Layout
-from kronscope.optim.config import Hyper
+from kronscope.optim.config import EARLY_STEPS, Hyper
 from kronscope.optim.costs import (
     CALL_COST,
     ELEMENT_COST,
@@ -55,6 +55,7 @@ class ExplanationRow:
         method: Which update it gets, and why.
         solver: How roots are taken.
         refresh: When roots are taken.
+        statistics: After the first steps, every so manieth gradient is taken into the factors; 0 without any.
         bytes: Bytes of its state.
         flops: Multiply-adds of a step, roots spread over their period.
         share: Fraction of the step's estimated cost.
@@ -72,6 +73,7 @@ class ExplanationRow:
     method: str
     solver: str
     refresh: str
+    statistics: int
     bytes: int
     flops: float
     share: float
@@ -129,6 +131,7 @@ class Explanation:
         flops = sum(row.flops for row in trained) / 1e9
         first, later = (self._time(self._step_cost(first=first)) for first in (True, False))
         schedules = list(dict.fromkeys(row.refresh for row in trained if row.refresh))
+        seldom = sorted({row.statistics for row in trained if row.statistics > 1})
         return [
             f"{len(trained)} parameters of {numbers / 1e6:.2f} million numbers",
             f"state: {_mib(self.total_bytes)} MiB, AdamW's: {_mib(self.adamw_bytes)} MiB",
@@ -136,6 +139,7 @@ class Explanation:
             f"{self._first()}: {first}{' each' * (self.first_steps > 1)}",
             *self._shares(),
             f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
+            *(f"after {EARLY_STEPS} steps, factors take one gradient in {every}" for every in seldom),
             *self.budgets,
             *([_LIMITED] * any(row.limited for row in trained)),
             *_stacked(trained),
@@ -365,6 +369,7 @@ def _row(
         method=FROZEN if layout.frozen else f"{hyper.rule.title if tiles else plain} ({layout.reason})",
         solver=type(hyper.solver).__name__ if tiles else "",
         refresh=str(hyper.refresh) if tiles else "",
+        statistics=hyper.statistics if tiles else 0,
         bytes=sum(counts.sizes.values()),
         flops=counts.flops,
         share=counts.cost / total,

@@ -39,9 +39,10 @@ class InspectedOptimizer(PlannedOptimizer):
 
         For Shampoo it is :math:`L \otimes R / \operatorname{tr} L` of the present factors, without eps and damping,
         whatever the exponent: what ``approx.get("shampoo2")`` fits to the gradients seen so far, with weights
-        :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums. KL-Shampoo has its own factors, SOAP an
-        :class:`~kronscope.kron.EigenbasisDiagonal`; several blocks are block-diagonal, and without factors it is a
-        diagonal. If several processes share the work, all of them must call this, and all get the same operator.
+        :math:`(1-\beta_2)\beta_2^{T-t}/(1-\beta_2^T)`, or one under sums, where none is left out. KL-Shampoo
+        has its own factors, SOAP an :class:`~kronscope.kron.EigenbasisDiagonal`; several blocks are block-diagonal, and
+        without factors it is a diagonal. If several processes share the work, all of them must call this, and all get
+        the same operator.
 
         Args:
             param: A parameter of this optimizer that has had a gradient, or its name.

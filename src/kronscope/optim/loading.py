@@ -44,6 +44,7 @@ _COMPARED = (
     "damping",
     "start",
     "power_rounds",
+    "statistics",
     "nesterov",
     "decay",
     "maximize",
@@ -74,6 +75,8 @@ def decoded_groups(
     for group, old in zip(groups, found, strict=False):
         for name in (*OBJECTS, "skipped_steps"):
             old.setdefault(name, group[name])
+        # versions without this option took every gradient
+        old.setdefault("statistics", 1)
         old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
         rule.check_saved_by(str(old["family"]))
     return found

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import SOLVER_MEMBERS, RootSolver
-from kronscope.optim.config import DEFAULT_REFRESH, Budget, Graft, Hyper, parse_refresh, parse_scale
+from kronscope.optim.config import (
+    DEFAULT_REFRESH,
+    Budget,
+    Graft,
+    Hyper,
+    Norm,
+    Refresh,
+    Scale,
+    parse_refresh,
+    parse_scale,
+)
 from kronscope.optim.periods import Schedule
 from kronscope.optim.rules import Rule
 from kronscope.optim.solvers import CostModel
@@ -64,10 +74,24 @@ def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
     refresh, scale = parse_refresh(group["refresh"]), parse_scale(group["scale"])
     if refresh is DEFAULT_REFRESH:
         refresh = rule.default_refresh
-    checked = {**group, "refresh": refresh, "scale": scale, "solver": solver}
+    every = group["statistics"]
+    if every is None:
+        every = _usual_statistics(group, rule, refresh, scale)
+    elif not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise OptionError(f"statistics must be a whole number of steps of at least 1, or None, got {every!r}.")
+    checked = {**group, "refresh": refresh, "scale": scale, "solver": solver, "statistics": every}
     rule.check_fixed(checked)
     rule.check_options(checked)
     return checked
+
+
+def _usual_statistics(group: Mapping[str, Any], rule: Rule, refresh: Refresh, scale: Scale) -> int:
+    """Return how many steps apart gradients are taken into the factors, where nobody says it.
+
+    Each of them, where factors are sums, where they decide how long a step is, and where roots follow every step.
+    """
+    is_free = isinstance(scale, Graft | Norm) and group["betas"][1] < 1
+    return rule.default_statistics if is_free and (isinstance(refresh, Budget) or refresh.period > 1) else 1
 
 
 def hyper_of(group: dict[str, Any], rule: Rule, schedule: Schedule = DEFAULT_REFRESH) -> Hyper:
@@ -97,6 +121,7 @@ def hyper_of(group: dict[str, Any], rule: Rule, schedule: Schedule = DEFAULT_REF
         momentum=float(group["momentum"]),
         nesterov=bool(group["nesterov"]),
         solver=group["solver"],
+        statistics=group["statistics"],
     )
 
 

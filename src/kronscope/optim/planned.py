@@ -79,7 +79,7 @@ class PlannedOptimizer(Optimizer):
         group = self.param_groups[-1]
         if "param_names" in group:
             group["param_names"] = plain_names(group["param_names"])
-        group.update({name: checked[name] for name in OBJECTS})
+        group.update({name: checked[name] for name in (*OBJECTS, "statistics")})
         group.setdefault("skipped_steps", 0)
         group["family"] = self.rule.name
         if self._placed:

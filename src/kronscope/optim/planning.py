@@ -285,8 +285,10 @@ def _check_exponents(group: Mapping[str, Any], layouts: Sequence[Layout]) -> Non
     exponent = group["exponent"]
     if isinstance(exponent, tuple | list) and len(exponent) > 1:
         for layout in layouts:
-            if layout.tiles and len(layout.view) != len(exponent):
+            # the positions of a kernel that is kept apart belong to its columns
+            sides = 2 if layout.tiles and layout.tiles[0].factored == (True, True, False) else len(layout.view)
+            if layout.tiles and sides != len(exponent):
                 raise OptionError(
                     f"{len(exponent)} exponents were given, but a parameter of shape {layout.shape} has "
-                    f"{len(layout.view)} factors; give one number, or make a group of its own."
+                    f"{sides} factors; give one number, or make a group of its own."
                 )

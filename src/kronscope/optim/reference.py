@@ -20,7 +20,7 @@ from kronscope.optim.grafts import WAITING, graft_direction, rescaled, update_se
 if TYPE_CHECKING:
     from kronscope.optim.rules.roots import RootRule
 
-__all__ = ["reference_update", "times", "update_in_bases", "update_with_roots", "with_sums"]
+__all__ = ["reference_update", "times", "update_in_bases", "update_with_roots", "with_sums", "with_unseen"]
 
 
 def reference_update(
@@ -118,14 +118,16 @@ def _factors(
     rule: RootRule, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int
 ) -> dict[int, Tensor]:
     """Take the gradient into the factors, and return them corrected for their bias."""
+    if not hyper.gathers(step):
+        return {mode: state[f"factor{mode}"] / hyper.factor_weight(step) for mode in modes}
     old = {mode: state[f"factor{mode}"].clone() for mode in modes}
     rounds = hyper.power_rounds if len(modes) == 2 and grad.ndim == 2 else 1
     factors: dict[int, Tensor] | None = None
     for _ in range(rounds):
         # every round starts again from the factors of the step before
         for mode, gram in rule.reference_grams(state, grad, modes, factors).items():
-            state[f"factor{mode}"].copy_(hyper.beta2 * old[mode] + hyper.gain() * gram)
-        factors = {mode: state[f"factor{mode}"] / hyper.correction2(step) for mode in modes}
+            state[f"factor{mode}"].copy_(hyper.factor_decay(step) * old[mode] + hyper.factor_gain(step) * gram)
+        factors = {mode: state[f"factor{mode}"] / hyper.factor_weight(step) for mode in modes}
     assert factors is not None
     return factors
 
@@ -157,17 +159,21 @@ def update_in_bases(
         update = times(state[f"basis{mode}"], update, mode)
     for mode in modes:
         factor = state[f"factor{mode}"]
-        factor.copy_(hyper.beta2 * factor + hyper.gain() * mode_gram(grad.unsqueeze(0), mode=mode))
+        if hyper.gathers(step):
+            gram = mode_gram(grad.unsqueeze(0), mode=mode)
+            factor.copy_(hyper.factor_decay(step) * factor + hyper.factor_gain(step) * gram)
         if refresh[mode]:
             old = state[f"basis{mode}"].clone()
             new = new_basis(factor.unsqueeze(0), old.unsqueeze(0), hyper, step)[0]
             turn = new.T @ old
             if hyper.beta1 > 0:
                 state["exp_avg"].copy_(times(turn, state["exp_avg"], mode))
-            second = times(turn**2, state["exp_avg_sq"], mode)
-            state["exp_avg_sq"].copy_(
-                with_sums(second.unsqueeze(0), (new.T @ factor @ new).diag().unsqueeze(0), mode)[0]
-            )
+            second, sums = state["exp_avg_sq"].unsqueeze(0), (new.T @ factor @ new).diag().unsqueeze(0)
+            if hyper.leaves_out(step):
+                before = (old.T @ factor @ old).diag().unsqueeze(0)
+                sums = with_unseen(sums, before, second, turn.unsqueeze(0), mode)
+            second = times(turn**2, second[0], mode).unsqueeze(0)
+            state["exp_avg_sq"].copy_(with_sums(second, sums, mode)[0])
             state[f"basis{mode}"].copy_(new)
     return rescaled(update.unsqueeze(0), hyper)[0]
 
@@ -184,6 +190,24 @@ def with_sums(moments: Tensor, sums: Tensor, mode: int) -> Tensor:
     least = sums.amax(-1, keepdim=True) * default_cutoff(sums.shape[-1], torch.float32)
     wanted = torch.maximum(sums, least).view(present.shape)
     return moments * torch.where(present > 0, wanted / present, torch.ones_like(present))
+
+
+def with_unseen(sums: Tensor, before: Tensor, moments: Tensor, turn: Tensor, mode: int) -> Tensor:
+    """Return the sums (B, d) that moments should have in a new basis, where the factors have not seen every gradient.
+
+    What the factors lack is known in the old basis, by the moments' own sums. Turned as if it had no other direction
+    there, it is added; less than both what the factors say and what turned sums would be is nobody's estimate.
+
+    Args:
+        sums: The sums (B, d) in the new basis, by the factors.
+        before: The same in the old basis.
+        moments: The moments (B, ...) in the old basis.
+        turn: Turns (B, d, d) from the old basis to the new one.
+        mode: The mode.
+    """
+    known = moments.sum([axis for axis in range(1, moments.ndim) if axis != 1 + mode])
+    unseen, turned = ((turn.square() @ part.unsqueeze(-1)).squeeze(-1) for part in (known - before, known))
+    return torch.maximum(sums + unseen, torch.minimum(sums, turned))
 
 
 def times(matrix: Tensor, tensor: Tensor, mode: int) -> Tensor:

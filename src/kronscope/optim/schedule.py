@@ -15,7 +15,7 @@ from torch import Tensor
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
-from kronscope.optim.costs import refresh_cost
+from kronscope.optim.costs import making_cost, refresh_cost
 from kronscope.optim.stacks import Stack, block_key, due_at
 
 __all__ = ["assign_phases", "due_blocks", "residuals_to_check", "stale_blocks"]
@@ -66,10 +66,11 @@ class _FirstLoads:
     Args:
         period: Number of these steps.
         apart: Steps between the turns of two sides of a block.
+        making: What it costs to make the state of all blocks, which the first of these steps does.
     """
 
-    def __init__(self, period: int, apart: int) -> None:
-        self._loads, self._apart = [0.0] * period, apart
+    def __init__(self, period: int, apart: int, making: float) -> None:
+        self._loads, self._apart = [making, *[0.0] * (period - 1)], apart
 
     def take(self, costs: Sequence[float], most: int) -> int:
         """Return the step, one of the first ``most``, that a block should begin with, and give it the block's roots."""
@@ -108,7 +109,7 @@ def assign_phases(
     for side in earlier:
         for phase in side.phases[:, side.mode].tolist():
             loads[side.period].add(phase % side.period, side.cost)
-    first_loads: dict[tuple[int, int], _FirstLoads] = {}
+    first_loads = {first: _FirstLoads(*first, _making(first, sides)) for first in {side.first for side in sides}}
     # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
     # share moments, should not
     for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
@@ -116,14 +117,25 @@ def assign_phases(
         if phases.shape[0] > _GREEDY:
             phases[:, side.mode] = (torch.arange(phases.shape[0]) + side.mode) % side.period
             continue
-        first = first_loads.setdefault(side.first, _FirstLoads(*side.first))
-        steps = range(side.period)
+        first, steps = first_loads[side.first], range(side.period)
         for block in range(phases.shape[0]):
             if side.together:
                 steps = range(first.take(side.together, side.period), side.period, side.first[0])
             phase = load.best(side.cost, steps)
             phases[block, side.mode] = phase
             load.add(phase, side.cost)
+
+
+def _making(first: tuple[int, int], sides: Sequence[_Side]) -> float:
+    """Return what it costs to make the state of blocks, at most a quarter of the roots of a step.
+
+    Nothing for a few blocks, none of which should wait for its root.
+    """
+    alike = [side for side in sides if side.first == first and side.together and side.phases.shape[0] <= _GREEDY]
+    roots = sum(sum(side.together) * side.phases.shape[0] for side in alike)
+    blocks = sum(side.phases.shape[0] for side in alike)
+    making = sum(side.making * side.phases.shape[0] for side in alike)
+    return min(making, 0.25 * roots / first[0]) if blocks >= 2 * first[0] else 0.0
 
 
 class _Side(NamedTuple):
@@ -136,6 +148,7 @@ class _Side(NamedTuple):
         mode: The mode.
         first: The period of the first roots, and the steps between those of two sides of a block.
         together: What the roots of all sides of a block cost, if this is the first of them; otherwise empty.
+        making: What it costs to make a block's state.
     """
 
     cost: float
@@ -144,6 +157,7 @@ class _Side(NamedTuple):
     mode: int
     first: tuple[int, int]
     together: tuple[float, ...]
+    making: float
 
 
 def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
@@ -155,7 +169,10 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
                 first = hyper.refresh.place_at(1).period, hyper.rule.apart
                 phases = state[block_key(index, "phase")]
                 for place, (mode, cost) in enumerate(zip(tile.modes, costs, strict=True)):
-                    yield _Side(cost, hyper.refresh.period, phases, mode, first, () if place else costs)
+                    together = () if place else costs
+                    # where the first roots come later, the state is there
+                    making = making_cost(tile) if hyper.start == 1 else 0.0
+                    yield _Side(cost, hyper.refresh.period, phases, mode, first, together, making)
 
 
 def due_blocks(

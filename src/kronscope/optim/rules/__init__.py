@@ -45,6 +45,7 @@ class Rule(ABC):
         class_name: The optimizer people call.
         fixed: Options of the common step that it does not have, at the values that leave them out.
         default_refresh: The schedule where none is asked for.
+        default_statistics: Steps between two gradients that are taken into the factors, where no number is asked for.
         packs: Whether large factors are kept as triangles.
         apart: Steps between the first roots of a block's two sides: a product of two roots of the same gradient wants
             both at once, factors that are whitened with each other's roots one after the other.
@@ -59,6 +60,7 @@ class Rule(ABC):
     class_name: ClassVar[str]
     fixed: ClassVar[Mapping[str, object]] = {}
     default_refresh: ClassVar[Refresh] = DEFAULT_REFRESH
+    default_statistics: ClassVar[int] = 1
     packs: ClassVar[bool] = True
     apart: ClassVar[int] = 0
     is_staggered: ClassVar[bool] = True
@@ -114,8 +116,8 @@ class Rule(ABC):
         """Return what it costs to refresh one factor of one block, in multiply-adds of a matrix product."""
 
     @abstractmethod
-    def passes(self, hyper: Hyper) -> int:
-        """Return the products with a matrix of a factor's size that a step takes for each factor."""
+    def passes(self, hyper: Hyper) -> tuple[int, int]:
+        """Return the products with a matrix of each factor's size: at every step, and where it gathers."""
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class Rule(ABC):
         Where a family :attr:`carries`, it is the one tensor of the shape that :meth:`refresh` returns.
         """
 
-    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper) -> None:
+    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper, step: int) -> None:
         """Bring moments up to date with what :meth:`refresh` found; called only where it returns something."""
         raise NotImplementedError(f"{self.title} found something in refresh, but has no carry.")
 

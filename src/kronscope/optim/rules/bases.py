@@ -88,9 +88,9 @@ class EigenbasisRule(Rule):
         # one product more gives the sums of the second moment
         return (basis + 1) * size**3 + 2 * entries * size + 2 * ELEMENT_COST * entries
 
-    def passes(self, hyper: Hyper) -> int:
-        """Return 3: a Gram matrix, and two turns."""
-        return 3
+    def passes(self, hyper: Hyper) -> tuple[int, int]:
+        """Return 2, for two turns, and 1 for a Gram matrix."""
+        return 2, 1
 
     def new_state(self, blocks: Blocks, hyper: Hyper) -> Tensors:
         """Make moments, factors and bases."""
@@ -166,7 +166,7 @@ class EigenbasisRule(Rule):
 
     def residuals(self, state: Tensors, mode: int, rows: Tensor | slice, hyper: Hyper, step: int) -> Tensor:
         r"""Return how far :math:`Q^\top A Q` is from a diagonal matrix, relative to the factor's size."""
-        factors = unpack(state[f"factor{mode}"][rows]) / hyper.correction2(step)
+        factors = unpack(state[f"factor{mode}"][rows]) / hyper.factor_weight(step)
         basis = state[f"basis{mode}"][rows]
         moved = factors @ basis
         rest = moved - basis * (basis * moved).sum(-2, keepdim=True)
@@ -187,7 +187,7 @@ class EigenbasisRule(Rule):
             values = wide(values).clamp_min(0)
         else:
             try:
-                values = torch.linalg.eigvalsh(wide(factors) / hyper.correction2(step)).clamp_min(0)
+                values = torch.linalg.eigvalsh(wide(factors) / hyper.factor_weight(step)).clamp_min(0)
             except FAILURES:
                 return factors.new_full(factors.shape[:1], math.nan)
         positive = torch.where(values > 0, values, values.amax(-1, keepdim=True))

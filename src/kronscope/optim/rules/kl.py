@@ -47,6 +47,8 @@ class KLRule(RootRule):
     apart: ClassVar[int] = 1
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
+    # whitening and Gram matrices are more than half of a step, and one gradient in two does as well
+    default_statistics: ClassVar[int] = 2
 
     def check_options(self, group: Mapping[str, Any]) -> None:
         """Refuse sums, and what no roots can work with."""
@@ -56,9 +58,9 @@ class KLRule(RootRule):
             )
         super().check_options(group)
 
-    def passes(self, hyper: Hyper) -> int:
-        """Return 3: whitening, a Gram matrix, and the multiplication by the root."""
-        return 3
+    def passes(self, hyper: Hyper) -> tuple[int, int]:
+        """Return 1, for the multiplication by the root, and 2: whitening and a Gram matrix."""
+        return 1, 2
 
     def add_to_factors(
         self, state: Tensors, grads: Tensor, moved: Tensor, modes: Sequence[int], hyper: Hyper, step: int
@@ -84,7 +86,7 @@ class KLRule(RootRule):
             white[mode] = whitened
         for mode, whitened in white.items():
             count = moved[0].numel() // moved.shape[1 + mode]
-            add_gram(state[f"factor{mode}"], whitened, mode, hyper.beta2, hyper.gain() / count)
+            add_gram(state[f"factor{mode}"], whitened, mode, hyper.factor_decay(step), hyper.factor_gain(step) / count)
 
     def reference_grams(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], factors: Mapping[int, Tensor] | None
@@ -130,6 +132,8 @@ class KLShampoo(KroneckerOptimizer):
             it.
         refresh: As for :class:`Shampoo`; by default each root 3 times in the first 20 steps, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
+        statistics: As for :class:`Shampoo`, but None takes every second one, where ``scale`` is a graft or a fixed
+            length.
         start: First preconditioned step.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
@@ -173,6 +177,7 @@ class KLShampoo(KroneckerOptimizer):
         refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
+        statistics: int | None = None,
         block_size: float | None = None,
         memory_budget: float | None = None,
         momentum: float = 0.0,
@@ -197,6 +202,7 @@ class KLShampoo(KroneckerOptimizer):
             "refresh": refresh,
             "damping": damping,
             "start": start,
+            "statistics": statistics,
             "block_size": block_size,
             "memory_budget": memory_budget,
             "momentum": momentum,

@@ -49,6 +49,7 @@ class PublishedSoapRule(EigenbasisRule):
         if not isinstance(group["refresh"], Every) or group["betas"][1] == 1 or group["decay"] != "decoupled":
             raise OptionError("the published SOAP refreshes every k steps (an int), has betas[1] < 1, decoupled decay.")
         plain = {"scale": None, "block_size": None, "memory_budget": None, "method": "auto", "merge": 0, "split": None}
+        plain["statistics"] = 1
         other = [name for name, value in plain.items() if group[name] != value]
         if other:
             raise OptionError(f"the published SOAP has no option {', '.join(map(repr, other))}; leave reference out.")

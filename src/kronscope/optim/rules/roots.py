@@ -124,7 +124,8 @@ class RootRule(Rule):
     def accumulate(self, state: Tensors, grads: Tensor, modes: Sequence[int], hyper: Hyper, step: int) -> Moments:
         """Take gradients into factors, their mean, and the graft's second moment."""
         moved = short_inside(grads)
-        self.add_to_factors(state, grads, moved, modes, hyper, step)
+        if hyper.gathers(step):
+            self.add_to_factors(state, grads, moved, modes, hyper, step)
         graft = adam_graft(state, moved, hyper, step)
         if graft is not None:
             return Moments(state["exp_avg"], block_norms(graft))
@@ -136,7 +137,7 @@ class RootRule(Rule):
 
     def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> None:
         """Take the roots of the factors of one mode and some blocks anew."""
-        factors = unpack(state[f"factor{mode}"][index]) / hyper.correction2(step)
+        factors = unpack(state[f"factor{mode}"][index]) / hyper.factor_weight(step)
         basis = state.get(f"basis{mode}")
         root, first = state[f"root{mode}"], hyper.takes_first_roots(step)
         found = solve_roots(
@@ -235,7 +236,7 @@ class RootRule(Rule):
 
     def residuals(self, state: Tensors, mode: int, rows: Tensor | slice, hyper: Hyper, step: int) -> Tensor:
         """Return how far stored roots are from being the roots of the present factors."""
-        factors = unpack(state[f"factor{mode}"][rows]) / hyper.correction2(step)
+        factors = unpack(state[f"factor{mode}"][rows]) / hyper.factor_weight(step)
         largest, roots = state["spectrum"][rows, mode, 1], unpack(state[f"root{mode}"][rows])
         return root_residual(factors, roots, hyper.exponent(mode), hyper.ridge, largest)
 
@@ -259,7 +260,7 @@ class RootRule(Rule):
     def operator(self, state: Tensors, tile: Tile, hyper: Hyper, step: int) -> Operator:
         """Return the product of the factors, divided by the first one's trace unless it is a plain one."""
         block = tile.block if len(tile.block) > 1 else (1, *tile.block)
-        factors = {mode: state[f"factor{mode}"] / hyper.correction2(step) for mode in tile.modes}
+        factors = {mode: state[f"factor{mode}"] / hyper.factor_weight(step) for mode in tile.modes}
         whole = factors[tile.modes[0]].trace()
         if self.is_plain_product:
             filled = [factors.get(mode, identity_like(size, whole)) for mode, size in enumerate(block)]
@@ -275,7 +276,7 @@ class RootRule(Rule):
 
 def _traces(state: Tensors, mode: int, size: int, hyper: Hyper, step: int) -> Tensor:
     """Return the traces (B,) of the factors as they are now, with the eps that sums start from."""
-    return stored_traces(state[f"factor{mode}"]) / hyper.correction2(step) + hyper.ridge.eps * size
+    return stored_traces(state[f"factor{mode}"]) / hyper.factor_weight(step) + hyper.ridge.eps * size
 
 
 def _preconditioned(state: Tensors, mean: Tensor, modes: Sequence[int]) -> Tensor:

@@ -41,9 +41,9 @@ class ShampooRule(RootRule):
     class_name = "Shampoo"
     is_plain_product = False
 
-    def passes(self, hyper: Hyper) -> int:
-        """Return 2, for a Gram matrix and the multiplication by the root, and one for each further round."""
-        return 1 + hyper.power_rounds
+    def passes(self, hyper: Hyper) -> tuple[int, int]:
+        """Return 1, for the multiplication by the root, and the rounds of a Gram matrix."""
+        return 1, hyper.power_rounds
 
     def add_to_factors(
         self, state: Tensors, grads: Tensor, moved: Tensor, modes: Sequence[int], hyper: Hyper, step: int
@@ -52,8 +52,9 @@ class ShampooRule(RootRule):
         if hyper.power_rounds > 1 and len(modes) == 2 and grads.ndim == 3:
             _add_in_rounds(state, grads, hyper, step)
             return
+        decay, gain = hyper.factor_decay(step), hyper.factor_gain(step)
         for mode in modes:
-            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, hyper.beta2, hyper.gain())
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
 
     def reference_grams(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], factors: Mapping[int, Tensor] | None
@@ -67,13 +68,13 @@ class ShampooRule(RootRule):
 
 def _add_in_rounds(state: Tensors, grads: Tensor, hyper: Hyper, step: int) -> None:
     factors = [unpack(state["factor0"]), unpack(state["factor1"])]
-    old = [factors[0] * hyper.beta2, factors[1] * hyper.beta2]
+    old = [factor * hyper.factor_decay(step) for factor in factors]
     for power_round in range(hyper.power_rounds):
-        middle = [unit_factor(factors[mode] / hyper.correction2(step)) if power_round else None for mode in (0, 1)]
+        middle = [unit_factor(factors[mode] / hyper.factor_weight(step)) if power_round else None for mode in (0, 1)]
         left = grads if middle[1] is None else torch.bmm(grads, middle[1])
         right = grads if middle[0] is None else torch.bmm(middle[0], grads)
-        torch.baddbmm(old[0], left, grads.mT, alpha=hyper.gain(), out=factors[0])
-        torch.baddbmm(old[1], grads.mT, right, alpha=hyper.gain(), out=factors[1])
+        torch.baddbmm(old[0], left, grads.mT, alpha=hyper.factor_gain(step), out=factors[0])
+        torch.baddbmm(old[1], grads.mT, right, alpha=hyper.factor_gain(step), out=factors[1])
     for mode in (0, 1):
         stored = state[f"factor{mode}"]
         stored.copy_(pack((factors[mode] + factors[mode].mT) / 2, stored))
@@ -108,6 +109,8 @@ class Shampoo(KroneckerOptimizer):
             budget of a fifth of the run. By default each root is taken 3 times in the first 20 steps, then once every
             10. Not all factors take their root at the same step.
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
+        statistics: After the first 20 steps, only every so manieth gradient is taken into the factors, and counts as
+            often. None takes every one. Not for data whose kinds take turns with the same period.
         start: First preconditioned step. Before it the step is the graft's, or plain gradient descent. ``math.inf``
             means never.
         block_size: Longest side of a block. None cuts sides longer than 256 into equal parts, and a longer matrix that
@@ -166,6 +169,7 @@ class Shampoo(KroneckerOptimizer):
         refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
+        statistics: int | None = None,
         block_size: float | None = None,
         memory_budget: float | None = None,
         power_rounds: int = 1,
@@ -192,6 +196,7 @@ class Shampoo(KroneckerOptimizer):
             "refresh": refresh,
             "damping": damping,
             "start": start,
+            "statistics": statistics,
             "block_size": block_size,
             "memory_budget": memory_budget,
             "power_rounds": power_rounds,

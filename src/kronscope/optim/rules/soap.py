@@ -18,7 +18,7 @@ from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, short_inside
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh, Warmup
-from kronscope.optim.reference import update_in_bases, with_sums
+from kronscope.optim.reference import update_in_bases, with_sums, with_unseen
 from kronscope.optim.rules import Moments, Rule, register
 from kronscope.optim.rules.bases import EigenbasisRule
 from kronscope.optim.rules.published_soap import PublishedSoapRule
@@ -59,8 +59,9 @@ class SoapRule(EigenbasisRule):
         """Take gradients into moments and factors; the updates are formed with the bases of before."""
         moved = short_inside(grads)
         update = self.take_into_moments(state, moved, modes, hyper, step)
-        for mode in modes:
-            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, hyper.beta2, hyper.gain())
+        decay, gain = hyper.factor_decay(step), hyper.factor_gain(step)
+        for mode in modes if hyper.gathers(step) else ():
+            add_gram(state[f"factor{mode}"], moved if mode else grads, mode, decay, gain)
         return Moments(update)
 
     def denominators(self, deviations: Tensor, hyper: Hyper, correction1: float, correction2: float) -> Tensor:
@@ -77,17 +78,21 @@ class SoapRule(EigenbasisRule):
     def refresh(self, state: Tensors, mode: int, index: Tensor | slice, hyper: Hyper, step: int) -> Tensor:
         """Return the eigenbases (k, d, d) of some blocks' factors, which :meth:`carry` brings in."""
         old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
-        return new_basis(factors / hyper.correction2(step), old, hyper, step)
+        return new_basis(factors / hyper.factor_weight(step), old, hyper, step)
 
-    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper) -> None:
+    def carry(self, state: Tensors, mode: int, index: Tensor | slice, found: Tensor, hyper: Hyper, step: int) -> None:
         """Carry both moments of some blocks into new bases (k, d, d) of one mode, and keep these."""
-        turn = found.mT @ state[f"basis{mode}"][index]
+        old, factors = state[f"basis{mode}"][index], unpack(state[f"factor{mode}"][index])
+        turn = found.mT @ old
+        sums = (found * (factors @ found)).sum(-2)
+        if hyper.leaves_out(step):
+            before = (old * (factors @ old)).sum(-2)
+            sums = with_unseen(sums, before, state["exp_avg_sq"][index], turn, mode)
         state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
         if hyper.beta1 > 0:
             state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
         state[f"basis{mode}"][index] = found
-        second, factors = state["exp_avg_sq"][index], unpack(state[f"factor{mode}"][index])
-        state["exp_avg_sq"][index] = with_sums(second, (found * (factors @ found)).sum(-2), mode)
+        state["exp_avg_sq"][index] = with_sums(state["exp_avg_sq"][index], sums, mode)
 
     def reference(
         self, state: Tensors, grad: Tensor, modes: Sequence[int], hyper: Hyper, step: int, refresh: Sequence[bool]
@@ -123,6 +128,7 @@ class SOAP(KroneckerOptimizer):
         refresh: When the bases are computed anew, as for :class:`Shampoo`. By default each is taken once in steps 1 to
             4, once in steps 5 to 8 and once in steps 9 to 20, then once every 10.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
+        statistics: As for :class:`Shampoo`.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
         decay: Kind of weight decay, as for :class:`Shampoo`.
@@ -164,6 +170,7 @@ class SOAP(KroneckerOptimizer):
         *,
         refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
         scale: str | Norm | None = None,
+        statistics: int | None = None,
         block_size: float | None = None,
         memory_budget: float | None = None,
         decay: Literal["decoupled", "coupled", "cautious"] = "decoupled",
@@ -185,6 +192,7 @@ class SOAP(KroneckerOptimizer):
             "weight_decay": weight_decay,
             "refresh": refresh,
             "scale": scale,
+            "statistics": statistics,
             "block_size": block_size,
             "memory_budget": memory_budget,
             "decay": decay,
