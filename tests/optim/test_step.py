@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kronscope.errors import OptionError
-from kronscope.optim import SOAP, Adaptive, Eigh, KLShampoo, Shampoo, WarmQR
+from kronscope.optim import SOAP, Eigh, KLShampoo, Shampoo, WarmQR
 from kronscope.optim import step as step_module
 from kronscope.optim.block_math import short_inside
 from kronscope.optim.step import Portion, portions, take_roots
@@ -219,54 +219,3 @@ def test_a_solver_that_does_not_say_what_it_can_is_refused_in_words():
 
     with pytest.raises(OptionError, match="has no is_thread_safe, check"):
         Shampoo(parameters((4, 3)), solver=Old())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [*MAKERS, "adaptive", "kernels"])
-def test_a_single_large_portion_is_cut_so_that_all_threads_have_a_part_of_it(name, two_threads, monkeypatch):
-    makers = {
-        **MAKERS,
-        "adaptive": lambda p, **more: Shampoo(p, 1e-2, refresh=Adaptive(), **more),
-        "kernels": lambda p, **more: Shampoo(p, 1e-2, refresh=3, view="modes", **more),
-    }
-    shape = (12, 16, 2, 3) if name == "kernels" else (12, 16)
-    params, others = parameters(shape), parameters(shape)
-    whole, cut = (makers[name](one, block_size=4) for one in (params, others))
-    # each waits until the other thread has the other piece
-    gate = threading.Barrier(1 if name == "adaptive" else 2, timeout=60)
-    calls: dict[str, list[int]] = {"accumulate": [], "direction": []}
-
-    def noted(kind: str, plain: Any) -> Any:
-        def call(*args: Any) -> Any:
-            gate.wait()
-            calls[kind].append(args[0]["factor0"].shape[0])
-            return plain(*args)
-
-        return call
-
-    for grad in gradients(shape, 5):
-        train(whole, params, [[grad]])
-        with monkeypatch.context() as patch:
-            patch.setattr(step_module, "_LEAST_COST", 0)
-            for kind, seen in calls.items():
-                seen.clear()
-                patch.setattr(step_module.PLAIN, kind, noted(kind, getattr(step_module.PLAIN, kind)))
-            train(cut, others, [[grad]])
-        torch.testing.assert_close(params[0], others[0], rtol=1e-9, atol=1e-10)
-        for key, value in whole.state[params[0]].items():
-            torch.testing.assert_close(value, cut.state[others[0]][key], rtol=1e-7, atol=1e-9)
-        # what an adaptive schedule takes anew is known only when all gradients are in
-        assert all(seen == ([12] if name == "adaptive" else [6, 6]) for seen in calls.values())
-
-
-def test_pieces_are_no_smaller_than_threads_are_worth(two_threads):
-    (param,) = parameters((12, 16))
-    optimizer = Shampoo([param], 1e-2, block_size=4)
-    train(optimizer, [param], [gradients((12, 16), 1)])
-    stack, hyper = optimizer._stacks[0], optimizer._hyper(optimizer.param_groups[0])
-    work = Portion(stack, stack.members, [stack.members[0].blocks(param.detach())], hyper, 2)
-    assert not work.cut_more()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "_LEAST_COST", work.cost / 5)
-        assert [work.cut_more() for _ in range(3)] == [True, True, False]
-    assert work.pieces == 4
-    assert work.piece_costs == [work.cost / 4] * 4

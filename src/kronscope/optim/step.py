@@ -1,15 +1,14 @@
 """The order of a step over stacks: gradients are taken in, roots that are due are taken, updates are formed.
 
 What is computed is the rule's (:mod:`kronscope.optim.rules`). The blocks of a stack are treated in portions that fit a
-cache. On a CPU each thread takes whole portions, where there are enough of them to keep all threads busy, else pieces
-of them; roots are dealt out to the threads one by one, whichever stack they belong to.
+cache. On a CPU each thread takes whole portions, where there are enough of them to keep all threads busy; roots are
+dealt out to the threads one by one, whichever stack they belong to.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -25,7 +24,6 @@ from kronscope.optim.block_state import Tensors
 from kronscope.optim.calls import PLAIN, Calls
 from kronscope.optim.config import Adaptive, Hyper
 from kronscope.optim.costs import refresh_cost, step_cost
-from kronscope.optim.rules import Moments
 from kronscope.optim.schedule import due_blocks, residuals_to_check, stale_blocks
 from kronscope.optim.stacks import Member, Stack
 
@@ -108,10 +106,6 @@ class Portion:
         self.count = sum(member.tile.count for member in members)
         self.due = list[tuple[int, Tensor]]()
         self.cost = step_cost(members[0].tile, hyper) * self.count
-        self._pieces = [slice(0, self.count)]
-        self._taken: dict[int, Moments] = {}
-        self._updates: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
         self._stack, self._members, self._grads, self._anew = stack, members, grads, anew
         self._rows = _rows(members)
         # indices of the CPU would be sent over for each tensor
@@ -130,60 +124,11 @@ class Portion:
         """Whether gradients may be taken in, and updates formed, by one thread beside others."""
         return self.is_on_cpu and self._calls.in_threads
 
-    @property
-    def pieces(self) -> int:
-        """In how many pieces gradients are taken in and updates formed; roots are the whole portion's."""
-        return len(self._pieces)
-
-    @property
-    def piece_costs(self) -> list[float]:
-        """The cost of each piece."""
-        return [self.cost * (piece.stop - piece.start) / self.count for piece in self._pieces]
-
-    def cut_more(self) -> bool:
-        """Cut it into twice as many pieces; return whether that is possible, and they are not too small for threads.
-
-        What an adaptive schedule takes anew is known only after the gradients.
-        """
-        size = -(-self.count // (2 * self.pieces))
-        if self.is_adaptive or not self.is_for_threads or size * self.cost < self.count * _LEAST_COST:
-            return False
-        before, edges = self.pieces, [*range(0, self.count, size), self.count]
-        self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-        return self.pieces > before
-
     def take_in(self) -> None:
         """Take the gradients into factors and moments, and find out which roots are due."""
-        self.join()
-        for piece in range(self.pieces):
-            self.take_piece(piece)
-        self.let_go()
-        self.look()
-
-    def join(self) -> None:
-        """Put the gradients of all members together."""
-        self._grads = (joined(self._grads, self._stack.dtype),)
-
-    def take_piece(self, piece: int) -> None:
-        """Take the joined gradients of a piece into factors and moments."""
-        grads, rows = self._grads[0], self._pieces[piece]
-        if self.pieces > 1:
-            grads = grads[rows]
-        self._taken[piece] = self._calls.accumulate(
-            self._state_of(piece), grads, self._stack.modes, self.hyper, self.step
-        )
-
-    def let_go(self) -> None:
-        """Let the gradients go, when all of them are taken in."""
+        grads = joined(self._grads, self._stack.dtype)
         self._grads = ()
-
-    def _state_of(self, piece: int) -> Tensors:
-        if self.pieces == 1:
-            return self.state
-        return {name: tensor[self._pieces[piece]] for name, tensor in self.state.items()}
-
-    def look(self) -> None:
-        """Find out which roots are due; with an adaptive schedule, after the gradients were taken in."""
+        self._moments = self._calls.accumulate(self.state, grads, self._stack.modes, self.hyper, self.step)
         for mode, wanted in enumerate(due_blocks(self._stack, self._rows, self.hyper, self.step, anew=self._anew)):
             if wanted is not None:
                 self._find(mode, wanted)
@@ -261,28 +206,14 @@ class Portion:
 
     def finish(self, put: Put) -> None:
         """Form the updates with the roots as they are now, and hand them over."""
-        for piece in range(self.pieces):
-            self.form(put, piece)
-
-    def form(self, put: Put, piece: int) -> None:
-        """Form the updates of a piece with the roots as they are now; with the last one, hand over all of them."""
-        moments, state = self._taken.pop(piece), self._state_of(piece)
-        update = self._calls.direction(state, moments, self._stack.modes, self.hyper, self.step)
-        with self._lock:
-            self._updates[piece] = update
-            is_last = len(self._updates) == self.pieces
-        if is_last:
-            self._hand_over(put)
-
-    def _hand_over(self, put: Put) -> None:
         refreshed = self._stack.refreshed[self._rows]
         kept = [(mode, index, refreshed[index, mode]) for mode, index in self._lost]
         for mode, index in self.due:
             refreshed[index, mode] = self.step
         for mode, index, before in kept:
             refreshed[index, mode] = before
-        formed = [self._updates.pop(piece) for piece in range(self.pieces)]
-        update = formed[0] if self.pieces == 1 else torch.cat(formed)
+        update = self._calls.direction(self.state, self._moments, self._stack.modes, self.hyper, self.step)
+        del self._moments
         if isinstance(self._rows, Tensor):
             self._stack.refreshed[self._rows] = refreshed
             for name, tensor in self.state.items():
@@ -338,65 +269,25 @@ def take_step(work: Sequence[Portion], put: Put, roots: RootTaker) -> int:
         put: Takes the updates of some members' blocks; called from any thread.
         roots: Takes the roots.
     """
-    held = {portion: roots.may_grow(portion) for portion in work}
-    cut = _cut(work)
-    for portion in cut:
-        portion.join()
-        portion.look()
+    held = [roots.may_grow(portion) for portion in work]
 
-    def waits(portion: Portion) -> bool:
-        return bool(portion.due or portion.looks or held[portion])
-
-    def begin(portion: Portion) -> None:
+    def begin(portion: Portion, is_held: bool) -> None:
         portion.take_in()
-        if not waits(portion):
+        if not portion.due and not portion.looks and not is_held:
             # at once, while what was taken in is in the cache
             portion.finish(put)
 
-    def begin_piece(portion: Portion, piece: int) -> None:
-        portion.take_piece(piece)
-        if not waits(portion):
-            portion.form(put, piece)
+    def cost(portion: Portion) -> float:
+        return portion.cost if portion.is_for_threads else 0.0
 
-    _with_all(work, begin, begin_piece)
-    for portion in cut:
-        portion.let_go()
-    waiting = [portion for portion in work if waits(portion)]
+    pairs = list(zip(work, held, strict=True))
+    _side_by_side([partial(begin, *pair) for pair in pairs], [cost(portion) for portion in work])
+    waiting = [portion for portion, is_held in pairs if portion.due or portion.looks or is_held]
     decide(waiting)
     with exact_products():
         taken = roots.take(waiting)
-    _with_all(waiting, lambda portion: portion.finish(put), lambda portion, piece: portion.form(put, piece))
+    _side_by_side([partial(portion.finish, put) for portion in waiting], [cost(portion) for portion in waiting])
     return taken
-
-
-def _cut(work: Sequence[Portion]) -> list[Portion]:
-    """Cut portions that would keep all threads to themselves, and lose by it, into pieces; return these portions.
-
-    Roots stay the whole portion's: how many of them are taken in a call must not depend on the threads.
-    """
-    threads = torch.get_num_threads()
-    large = [portion for portion in work if portion.is_for_threads and portion.cost >= _LEAST_COST]
-    while threads > 1:
-        owners = [portion for portion in large for _ in range(portion.pieces)]
-        alone, _ = divided(tuple(cost for portion in large for cost in portion.piece_costs), threads)
-        # each of them is cut, not only the first that can be
-        if not sum(portion.cut_more() for portion in dict.fromkeys(owners[place] for place in alone)):
-            break
-    return [portion for portion in large if portion.pieces > 1]
-
-
-def _with_all(work: Sequence[Portion], whole: Callable[[Portion], None], piece: Callable[[Portion, int], None]) -> None:
-    """Do something with all portions, side by side, and piece by piece with those that are cut."""
-    jobs: list[Callable[[], None]] = []
-    costs: list[float] = []
-    for portion in work:
-        if portion.pieces > 1:
-            jobs += [partial(piece, portion, index) for index in range(portion.pieces)]
-            costs += portion.piece_costs
-        else:
-            jobs.append(partial(whole, portion))
-            costs.append(portion.cost if portion.is_for_threads else 0.0)
-    _side_by_side(jobs, costs)
 
 
 def decide(work: Sequence[Portion]) -> None:
