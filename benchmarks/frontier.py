@@ -182,12 +182,15 @@ SCHEDULES: dict[str, Refresh] = {
 
 
 def settings() -> dict[str, dict[str, Any]]:
-    """Return what is tried, by name: ``before`` is the default of before, others are BLOCK-RATIO-SCHEDULE.
+    """Return what is tried, by name: ``before`` is the default of before, ``default`` takes every gradient.
+
+    ``now`` is what the optimizers do if they are told nothing. Others are BLOCK-RATIO-SCHEDULE.
 
     BLOCK is the longest side of a block, RATIO that of the sides from which on the long one has no factor. ``first-…``
     are today's defaults with other first roots.
     """
     found: dict[str, dict[str, Any]] = {"default": {}, "before": {"block_size": math.inf, "refresh": Warmup(10, 10)}}
+    found["now"] = {"statistics": None}
     for schedule_name, refresh in SCHEDULES.items():
         found[f"whole-{schedule_name}"] = {"block_size": math.inf, "refresh": refresh}
         for block in (64, 128, 192, 256, 512):
@@ -319,8 +322,9 @@ def report(args: argparse.Namespace) -> None:
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
-# When the first roots are taken by default, as `Warmup(20, 10, within=...)`.
+# When the first roots are taken, as `Warmup(20, 10, within=...)`: in the runs called `default`, and by default now.
 FIRST = {"shampoo": "3-3-14", "kl-shampoo": "3-3-14", "soap": "4-4-12"}
+FIRST_NOW = {**FIRST, "kl-shampoo": "4-4-12"}
 
 
 def first_roots(folder: Path) -> str:
@@ -332,7 +336,8 @@ def first_roots(folder: Path) -> str:
         }
         for within in sorted(tried | {ours}):
             setting = "default" if within == ours else f"first-{within}"
-            title = f"`{FAMILIES[family].__name__}` `({within.replace('-', ', ')})`{', the default' * (within == ours)}"
+            is_default = ", the default" * (within == FIRST_NOW[family])
+            title = f"`{FAMILIES[family].__name__}` `({within.replace('-', ', ')})`{is_default}"
             rows.append((title, family, setting))
     return _finals(rows, folder)
 
@@ -340,13 +345,14 @@ def first_roots(folder: Path) -> str:
 def seldom(folder: Path) -> str:
     """Return the table of docs/optimizer-trials.md: the same with every gradient in the factors, and with fewer."""
     rows = []
-    tried = {name: kind for name, kind in FAMILIES.items() if any(folder.glob(f"*-{name}-statistics-2-lr0.003-*"))}
-    for family, kind in tried.items():
+    for family, kind in FAMILIES.items():
         for every in (1, 2, 5):
             # when the runs of the default were made, they took every gradient
             names = [f"statistics-{every}", *["default"] * (every == 1)]
             if any(any(folder.glob(f"*-{family}-{name}-lr0.003-*")) for name in names):
                 rows.append((f"`{kind.__name__}(statistics={every})`", family, *names))
+        if any(folder.glob(f"mlp-{family}-now-lr0.003-*")):
+            rows.append((f"`{kind.__name__}()`, as it is now", family, "now"))
     return _finals(rows, folder)
 
 

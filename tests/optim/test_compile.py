@@ -94,8 +94,9 @@ def test_steps_that_leave_gradients_out_are_compiled_once(kind):
     twins = copies(params)
     plain, compiled = kind(twins, 0.01, statistics=3), kind(params, 0.01, statistics=3)
     compiled.compile(backend="eager")
-    history = gradients((6, 5), EARLY_STEPS + 12)
-    for begin, end in ((0, EARLY_STEPS), (EARLY_STEPS, EARLY_STEPS + 3), (EARLY_STEPS + 3, EARLY_STEPS + 12)):
+    history = gradients((6, 5), EARLY_STEPS + 24)
+    # the first of them, one that gathers and one that does not
+    for begin, end in ((0, EARLY_STEPS), (EARLY_STEPS, EARLY_STEPS + 6), (EARLY_STEPS + 6, EARLY_STEPS + 24)):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         train(compiled, params, [history[begin:end]])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before

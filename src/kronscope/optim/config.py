@@ -121,7 +121,7 @@ Scale = Trace | Graft | Norm | None
 DEFAULT_SCALE = Graft("adam")
 
 # Steps in which every gradient is taken into the factors: means of few gradients want them all.
-EARLY_STEPS = 20
+EARLY_STEPS = 10
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Every, Warmup, Adaptive, Budget, Trace, Graft, Norm, Eigh, WarmQR, CoupledNewton)
@@ -198,14 +198,22 @@ class Hyper:
         """Return the weight that a mean with ``beta2`` has collected after ``step`` updates; sums are as they are."""
         return 1.0 if self.is_sum else 1.0 - float(self.beta2**step)
 
-    def gathered(self, step: int) -> int:
-        """Return the last step up to ``step`` whose gradient was taken into the factors."""
-        late = max(step - EARLY_STEPS, 0)
-        return step - late % self.statistics
+    def counted(self, step: int) -> int:
+        """Return the number of gradients that the factors count after ``step`` steps.
+
+        After the first steps one of every run of ``statistics`` steps is taken, and counts for all of them. Which one
+        changes from run to run: where kinds of data take turns, the factors see all of them.
+        """
+        late, every = step - EARLY_STEPS, self.statistics
+        if every == 1 or late <= 0:
+            return step
+        run, place = (late - 1) // every, (late - 1) % every
+        # without a branch, which would double the graphs of torch.compile: -1 where the run's turn is still to come
+        return EARLY_STEPS + every * (run + 1 + (place - _turn(run, every)) // every)
 
     def gathers(self, step: int) -> bool:
         """Whether the gradient of ``step`` is taken into the factors."""
-        return self.gathered(step) == step
+        return self.counted(step) > self.counted(step - 1)
 
     def leaves_out(self, step: int) -> bool:
         """Whether there may be gradients up to ``step`` that the factors have not seen."""
@@ -213,15 +221,21 @@ class Hyper:
 
     def factor_decay(self, step: int) -> float:
         """Return what the factors are multiplied with at a step that gathers."""
-        return float(self.beta2 ** (step - self.gathered(step - 1)))
+        return float(self.beta2 ** (self.counted(step) - self.counted(step - 1)))
 
     def factor_gain(self, step: int) -> float:
-        """Return what a new Gram matrix is multiplied with: it stands for all gradients since the last one."""
-        return float(step - self.gathered(step - 1)) if self.is_sum else 1.0 - self.factor_decay(step)
+        """Return what a new Gram matrix is multiplied with: it stands for all gradients of its run."""
+        return float(self.counted(step) - self.counted(step - 1)) if self.is_sum else 1.0 - self.factor_decay(step)
 
     def factor_weight(self, step: int) -> float:
         """Return the weight the factors have collected after ``step`` updates; sums are read as they are."""
-        return self.correction2(self.gathered(step))
+        return self.correction2(self.counted(step))
+
+    def seen_share(self, step: int) -> float:
+        """Return the weight of what has seen every gradient up to ``step``, over that of the factors."""
+        if self.is_sum:
+            return step / self.counted(step)
+        return self.correction2(step) / self.factor_weight(step)
 
     def graft_beta2(self) -> float:
         """Return the decay of the graft's second moment; 1 means sums."""
@@ -229,6 +243,15 @@ class Hyper:
         if self.scale.kind == "adagrad":
             return 1.0
         return self.beta2 if self.scale.beta2 is None else self.scale.beta2
+
+
+def _turn(run: int, every: int) -> int:
+    """Return which of the steps of a run, from 0, gives its gradient to the factors.
+
+    Multiples of the golden ratio, modulo one, fill the interval evenly and keep step with no period; here in whole
+    numbers, which a graph of ``torch.compile`` can have for all steps.
+    """
+    return run * 40503 % 65536 * every // 65536
 
 
 def parse_scale(value: object) -> Scale:

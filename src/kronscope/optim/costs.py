@@ -62,13 +62,13 @@ def making_cost(tile: Tile) -> float:
     return MAKING_COST * (2.0 * sum(tile.block[mode] ** 2 for mode in tile.modes) + 3.0 * math.prod(tile.block))
 
 
-def step_cost(tile: Tile, hyper: Hyper, statistics: int | None = None) -> float:
+def step_cost(tile: Tile, hyper: Hyper, statistics: float | None = None) -> float:
     """Return the cost of a step of one block without roots, in multiply-adds of a matrix product.
 
     Args:
         tile: The block's tile.
         hyper: Options.
-        statistics: Steps between two gradients that are taken into the factors; None as the options have it.
+        statistics: Steps for each gradient that is taken into the factors; None as the options have it.
     """
     return _products(tile, hyper, statistics or hyper.statistics) + 1.5 * ELEMENT_COST * math.prod(tile.block)
 
@@ -80,7 +80,7 @@ def block_work(tile: Tile, hyper: Hyper) -> tuple[float, float]:
     return products + roots + 15.0 * math.prod(tile.block), step_cost(tile, hyper) + roots
 
 
-def _products(tile: Tile, hyper: Hyper, statistics: int) -> float:
+def _products(tile: Tile, hyper: Hyper, statistics: float) -> float:
     (always, gathering), entries = hyper.rule.passes(hyper), math.prod(tile.block)
     # of a Gram matrix that is kept as a triangle only the lower panels are formed
     saves = hyper.rule.packs and hyper.power_rounds == 1
@@ -101,11 +101,11 @@ def first_work(layout: Layout, hyper: Hyper, numel: int) -> float:
     """Return the cost of one of the first steps, roots spread over all of them."""
     if layout.is_elementwise:
         return ELEMENT_COST * numel
-    period = hyper.refresh.first_steps / hyper.refresh.first_passes
-    return sum(
-        tile.total * (step_cost(tile, hyper, 1) + sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period)
-        for tile in layout.tiles
-    )
+    first = hyper.refresh.first_steps
+    taken = sum(hyper.gathers(step) for step in range(1, first + 1))
+    period = first / hyper.refresh.first_passes
+    roots = {tile: sum(refresh_cost(tile, mode, hyper) for mode in tile.modes) / period for tile in layout.tiles}
+    return sum(tile.total * (step_cost(tile, hyper, first / taken) + roots[tile]) for tile in layout.tiles)
 
 
 def counted_cost(entries: Sequence[tuple[Tensor, Layout, Hyper]]) -> float:

@@ -90,7 +90,7 @@ def _usual_statistics(group: Mapping[str, Any], rule: Rule, refresh: Refresh, sc
 
     Each of them, where factors are sums, where they decide how long a step is, and where roots follow every step.
     """
-    is_free = isinstance(scale, Graft | Norm) and group["betas"][1] < 1
+    is_free = (rule.has_own_length or isinstance(scale, Graft | Norm)) and group["betas"][1] < 1
     return rule.default_statistics if is_free and (isinstance(refresh, Budget) or refresh.period > 1) else 1
 
 

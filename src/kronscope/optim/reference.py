@@ -170,8 +170,8 @@ def update_in_bases(
                 state["exp_avg"].copy_(times(turn, state["exp_avg"], mode))
             second, sums = state["exp_avg_sq"].unsqueeze(0), (new.T @ factor @ new).diag().unsqueeze(0)
             if hyper.leaves_out(step):
-                before = (old.T @ factor @ old).diag().unsqueeze(0)
-                sums = with_unseen(sums, before, second, turn.unsqueeze(0), mode)
+                share, before = hyper.seen_share(step), (old.T @ factor @ old).diag().unsqueeze(0)
+                sums = with_unseen(share * sums, share * before, second, turn.unsqueeze(0), mode)
             second = times(turn**2, second[0], mode).unsqueeze(0)
             state["exp_avg_sq"].copy_(with_sums(second, sums, mode)[0])
             state[f"basis{mode}"].copy_(new)

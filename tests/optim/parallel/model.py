@@ -64,7 +64,8 @@ MAKERS: dict[str, Callable[..., KroneckerOptimizer]] = {
         weight_decay=0.01, nesterov=True, momentum=0.3, method="kronecker", **more,
     ),
     "soap, square": lambda p, **more: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, block_size=4, **more),
-    "soap, whole": lambda p, **more: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, **more),
+    # every gradient: what rounding decides in a null space grows with the steps, and with fewer gradients
+    "soap, whole": lambda p, **more: SOAP(p, 3e-3, weight_decay=0.1, refresh=3, statistics=1, **more),
     "kl": lambda p, **more: KLShampoo(p, 3e-3, momentum=0.5, weight_decay=0.1, refresh=3, block_size=8, **more),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ class Rule(ABC):
         fixed: Options of the common step that it does not have, at the values that leave them out.
         default_refresh: The schedule where none is asked for.
         default_statistics: Steps between two gradients that are taken into the factors, where no number is asked for.
+        has_own_length: How long a step is does not depend on the factors, whatever ``scale`` is.
         packs: Whether large factors are kept as triangles.
         apart: Steps between the first roots of a block's two sides: a product of two roots of the same gradient wants
             both at once, factors that are whitened with each other's roots one after the other.
@@ -61,6 +62,7 @@ class Rule(ABC):
     fixed: ClassVar[Mapping[str, object]] = {}
     default_refresh: ClassVar[Refresh] = DEFAULT_REFRESH
     default_statistics: ClassVar[int] = 1
+    has_own_length: ClassVar[bool] = False
     packs: ClassVar[bool] = True
     apart: ClassVar[int] = 0
     is_staggered: ClassVar[bool] = True

@@ -17,7 +17,7 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, positive_power
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace
+from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace, Warmup
 from kronscope.optim.grafts import all_true, block_norms
 from kronscope.optim.reference import times
 from kronscope.optim.rules import register
@@ -47,6 +47,8 @@ class KLRule(RootRule):
     apart: ClassVar[int] = 1
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
+    # a quarter of the first roots in a step, which is then not much longer than the others
+    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(4, 4, 12))
     # whitening and Gram matrices are more than half of a step, and one gradient in two does as well
     default_statistics: ClassVar[int] = 2
 
@@ -130,9 +132,10 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: Weight decay.
         scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
             it.
-        refresh: As for :class:`Shampoo`; by default each root 3 times in the first 20 steps, then once every 10.
+        refresh: As for :class:`Shampoo`; by default each root once in steps 1 to 4, once in steps 5 to 8 and once in steps
+            9 to 20, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
-        statistics: As for :class:`Shampoo`, but None takes every second one, where ``scale`` is a graft or a fixed
+        statistics: As for :class:`Shampoo`, but None takes one in two, where ``scale`` is a graft or a fixed
             length.
         start: First preconditioned step.
         block_size: As for :class:`Shampoo`.

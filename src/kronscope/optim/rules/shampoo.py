@@ -109,8 +109,8 @@ class Shampoo(KroneckerOptimizer):
             budget of a fifth of the run. By default each root is taken 3 times in the first 20 steps, then once every
             10. Not all factors take their root at the same step.
         damping: With means: added to the eigenvalues, relative to the largest; 0 gives pseudo-inverses.
-        statistics: After the first 20 steps, only every so manieth gradient is taken into the factors, and counts as
-            often. None takes every one. Not for data whose kinds take turns with the same period.
+        statistics: After the first 10 steps, one gradient of every so many is taken into the factors, and counts for
+            all of them. None takes every one.
         start: First preconditioned step. Before it the step is the graft's, or plain gradient descent. ``math.inf``
             means never.
         block_size: Longest side of a block. None cuts sides longer than 256 into equal parts, and a longer matrix that

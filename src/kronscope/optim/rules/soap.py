@@ -46,6 +46,9 @@ class SoapRule(EigenbasisRule):
     carries = True
     # its first bases can wait a few steps: until then it is Adam
     default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(4, 4, 12))
+    # bases change slowly, and its second moment sees every gradient
+    default_statistics: ClassVar[int] = 2
+    has_own_length: ClassVar[bool] = True
 
     def for_group(self, group: Mapping[str, Any]) -> Rule:
         """Return the published algorithm where ``reference=True`` asks for it."""
@@ -86,8 +89,8 @@ class SoapRule(EigenbasisRule):
         turn = found.mT @ old
         sums = (found * (factors @ found)).sum(-2)
         if hyper.leaves_out(step):
-            before = (old * (factors @ old)).sum(-2)
-            sums = with_unseen(sums, before, state["exp_avg_sq"][index], turn, mode)
+            share, before = hyper.seen_share(step), (old * (factors @ old)).sum(-2)
+            sums = with_unseen(share * sums, share * before, state["exp_avg_sq"][index], turn, mode)
         state["exp_avg_sq"][index] = batched_times(turn.square(), state["exp_avg_sq"][index], mode)
         if hyper.beta1 > 0:
             state["exp_avg"][index] = batched_times(turn, state["exp_avg"][index], mode)
@@ -128,7 +131,7 @@ class SOAP(KroneckerOptimizer):
         refresh: When the bases are computed anew, as for :class:`Shampoo`. By default each is taken once in steps 1 to
             4, once in steps 5 to 8 and once in steps 9 to 20, then once every 10.
         scale: None for Adam's own scale; ``"norm"`` or :class:`~kronscope.Norm` for a fixed root mean square.
-        statistics: As for :class:`Shampoo`.
+        statistics: As for :class:`Shampoo`, but None takes one in two. The second moment sees all of them.
         block_size: As for :class:`Shampoo`.
         memory_budget: As for :class:`Shampoo`.
         decay: Kind of weight decay, as for :class:`Shampoo`.
