@@ -131,6 +131,8 @@ class Browser:
         self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not self._loaded:
             self._receive(timeout)
+        # a page that is told its width draws again in the next frame
+        self.settle()
         self.settle()
 
     def settle(self) -> None:
