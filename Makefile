@@ -30,6 +30,8 @@ BENCHMARKS := $(addprefix benchmarks/,measure_speed.py population_coverage.py op
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Without bytecode every process compiles all modules and rewrites all assertions anew: twice the time to collect tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format pytest test-integrations test-oldest test-newest crosscheck docs dist pins check-pins soak bench clean

@@ -72,6 +72,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return "processes" if nodeid.startswith(_WITH_PROCESSES) else nodeid
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            super().mark_test_complete(node, item_index, duration)
+            # what is done is counted through after every test: thousands of them, while a worker waits for its next
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][scope].values()):
+                del self.assigned_work[node][scope]
+
     return Scheduling(config, log)
 
 

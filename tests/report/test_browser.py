@@ -394,8 +394,8 @@ def test_charts_follow_the_windows_width(page: Browser, folder: Path) -> None:
     page.click("#tab-training")
     wide = page.run("document.querySelector('#view svg').viewBox.baseVal.width")
     page.size(700, 900)
-    page.settle()
-    page.settle()
+    for _ in range(4):
+        page.settle()
     narrow = page.run("document.querySelector('#view svg').viewBox.baseVal.width")
     assert narrow < 700 < wide
 
