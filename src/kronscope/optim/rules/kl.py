@@ -132,8 +132,8 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: Weight decay.
         scale: As for :class:`Shampoo`. ``"trace"`` and None both keep the factors' own scale; ``Trace(bound)`` limits
             it.
-        refresh: As for :class:`Shampoo`; by default each root once in steps 1 to 4, once in steps 5 to 8 and once in steps
-            9 to 20, then once every 10.
+        refresh: As for :class:`Shampoo`; by default each root is taken once in steps 1 to 4, once in steps 5 to 8 and
+            once in steps 9 to 20, then once every 10.
         damping: Added to the eigenvalues, relative to the largest.
         statistics: As for :class:`Shampoo`, but None takes one in two, where ``scale`` is a graft or a fixed
             length.
