@@ -356,6 +356,27 @@ def seldom(folder: Path) -> str:
     return _finals(rows, folder)
 
 
+def seldom_check(records: Path) -> str:
+    """Return the table after it: the runs of `optim_training.py` with every gradient, and as it is now."""
+    workloads = ("chars", "mnist", "cnn", "vit", "autoencoder")
+    lines = [["", *workloads], ["---"] * (1 + len(workloads))]
+    for family in ("kl-shampoo", "soap"):
+        name = FAMILIES[family].__name__
+        rows = {f"`{name}(statistics=1)`": "optim_comparison", f"`{name}()`, as it is now": "optim_training_seldom"}
+        now = {one: next((records / "optim_training_seldom").glob(f"{one}-{family}-lr*")) for one in workloads}
+        for title, folder in rows.items():
+            # at the rate that was best before
+            patterns = {one: f"{path.name.partition('-seed')[0]}-seed*.json" for one, path in now.items()}
+            found = [
+                [json.loads(path.read_text())["final"] for path in (records / folder).glob(pattern)]
+                for pattern in patterns.values()
+            ]
+            spreads = [(max(finals) - min(finals)) / 2 for finals in found]
+            means = [statistics.mean(finals) for finals in found]
+            lines.append([title, *(f"{mean:.4f} ± {half:.4f}" for mean, half in zip(means, spreads, strict=True))])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _finals(rows: Sequence[tuple[str, ...]], folder: Path) -> str:
     """Return a table of final losses at a learning rate of 0.003.
 
@@ -428,7 +449,7 @@ def main() -> None:
     command.set_defaults(function=lambda args: print(first_roots(args.out), end=""))
     command = commands.add_parser("seldom")
     command.add_argument("--out", type=Path, default=Path("benchmarks/records/frontier"))
-    command.set_defaults(function=lambda args: print(seldom(args.out), end=""))
+    command.set_defaults(function=lambda args: print(seldom(args.out), seldom_check(args.out.parent), sep="\n", end=""))
     command = commands.add_parser("settings")
     command.set_defaults(function=lambda _: print("\n".join(f"{k}: {v}" for k, v in settings().items())))
     args = parser.parse_args()

@@ -284,15 +284,17 @@ def test_the_table_of_first_roots_is_its_record(monkeypatch: pytest.MonkeyPatch)
     shown = text.partition("<!-- first_roots -->\n")[2].partition("<!-- end -->")[0]
     script = _benchmark("frontier", monkeypatch)
     assert shown == script.first_roots(RECORDS / "frontier")
-    for family, within in script.FIRST.items():
+    for family, within in script.FIRST_NOW.items():
         (group,) = script.FAMILIES[family]([torch.nn.Parameter(torch.ones(2, 2))]).param_groups
         assert group["refresh"] == kronscope.Warmup(20, 10, within=tuple(map(int, within.split("-"))))
 
 
 def test_the_table_of_left_out_gradients_is_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "optimizer-trials.md").read_text(encoding="utf-8")
-    shown = text.partition("<!-- seldom -->\n")[2].partition("<!-- end -->")[0]
-    assert shown == _benchmark("frontier", monkeypatch).seldom(RECORDS / "frontier")
+    script = _benchmark("frontier", monkeypatch)
+    tables = {"seldom": script.seldom(RECORDS / "frontier"), "seldom_check": script.seldom_check(RECORDS)}
+    for name, table in tables.items():
+        assert text.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0] == table
 
 
 @pytest.mark.parametrize(("record", "clock"), [("optim_defaults", "wall"), ("optim_defaults_one_thread", "cpu")])
