@@ -41,7 +41,7 @@ BASIS_COST = 8.0
 ELEMENT_COST = 60.0
 # A number of a new state, whose memory has to be mapped first: measured where that takes long, and elsewhere some steps
 # of the first are only a little shorter for it.
-MAKING_COST = 300.0
+MAKING_COST = 200.0
 # What a step takes for its calls alone, whatever the sizes, counted in products of two small matrices (fitted to the
 # CPU time of steps of 1 ... 100 layers of 16 x 8 and a little more, of one shape and of many, by the three families).
 STEP_CALLS = 250.0

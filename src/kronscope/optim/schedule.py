@@ -127,7 +127,7 @@ def assign_phases(
 
 
 def _making(first: tuple[int, int], sides: Sequence[_Side]) -> float:
-    """Return what it costs to make the state of blocks, at most a third of the roots of a step.
+    """Return what it costs to make the state of blocks, at most a quarter of the roots of a step.
 
     Nothing for a few blocks, none of which should wait for its root.
     """
@@ -135,7 +135,7 @@ def _making(first: tuple[int, int], sides: Sequence[_Side]) -> float:
     roots = sum(sum(side.together) * side.phases.shape[0] for side in alike)
     blocks = sum(side.phases.shape[0] for side in alike)
     making = sum(side.making * side.phases.shape[0] for side in alike)
-    return min(making, roots / (3 * first[0])) if blocks >= 2 * first[0] else 0.0
+    return min(making, 0.25 * roots / first[0]) if blocks >= 2 * first[0] else 0.0
 
 
 class _Side(NamedTuple):
