@@ -345,6 +345,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], Any]] = {
     "warm30": shampoo(refresh=Warmup(30, 10)),
     "warm10": shampoo(refresh=Warmup(10, 10)),
     "warm5": shampoo(refresh=Warmup(5, 10)),
+    "first-3": shampoo(refresh=Warmup(20, 10, within=(3, 3, 14))),
+    "first-4": shampoo(refresh=Warmup(20, 10, within=(4, 4, 12))),
     "warm10-d34": shampoo(refresh=Warmup(10, 10), damping=3e-4),
     "warm10-d3": shampoo(refresh=Warmup(10, 10), damping=1e-3),
     "kl-warm10": lambda model, lr: KLShampoo(named(model), lr, refresh=Warmup(10, 10)),

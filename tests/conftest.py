@@ -151,9 +151,9 @@ def data_dir() -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser for the tests of a module, or a skip."""
+    """A browser for all tests, or a skip."""
     executable = find_browser()
     if executable is None:
         pytest.skip(f"wants a browser: none of {', '.join(NAMES)} is on PATH")

@@ -13,7 +13,7 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,11 +25,18 @@ PRELOADED = (
     "torch",
     "torch._dynamo",  # by the first optimizer that is made
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "kronscope.cli",
+    "kronscope.optim.parallel.distributed",
     "kronscope.paper",
+    "fontTools.subset",  # by the first PDF that is drawn
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_pdf",
     "matplotlib.figure",
+    "pydantic.type_adapter",  # by the first command
+    "pytest",  # by the tests' own modules
     "sklearn.datasets",
     "transformers.models.resnet.modeling_resnet",
 )
@@ -98,7 +105,9 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = None) -> list[Ended]:
+def run_program(
+    folder: Path, *arguments: str, size: int = 1, out: str | None = None, variables: Mapping[str, str] | None = None
+) -> list[Ended]:
     """Run a program in a folder, on several processes with the environment that ``torchrun`` gives them.
 
     Args:
@@ -106,8 +115,10 @@ def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = 
         *arguments: A script and its arguments, or ``"kronscope"`` and those of a command.
         size: Number of processes.
         out: A file for their standard output, instead of what is given back.
+        variables: Of the environment, besides those.
     """
     together: dict[str, str] = {}
+    given = dict(variables or {})
     if size > 1:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -117,7 +128,7 @@ def run_program(folder: Path, *arguments: str, size: int = 1, out: str | None = 
     with tempfile.TemporaryDirectory() as written:
         processes = []
         for rank in range(size):
-            environment = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if together else {}
+            environment = {**given, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if together else given
             files = (out or str(Path(written) / f"out-{rank}"), str(Path(written) / f"err-{rank}"))
             process = forking().Process(
                 target=_with_one_thread, args=(_program, list(arguments), str(folder), environment, files)

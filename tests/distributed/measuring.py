@@ -111,14 +111,16 @@ EQUAL: dict[str, Case] = {
     "after all that": measured,
 }
 TWO_ARE_ENOUGH = {
+    "everything, real labels in batches",
     "empirical Fisher",
-    "sampled labels, many draws",
+    "sampled labels",
     "truth from draws",
     "population",
     "captured again for each pass",
     "curves",
     "positions, population",
 }
+THREE_ARE_ENOUGH = {"everything, exact labels", "without replacement", "probes", "positions"}
 
 
 def empty_share(place: Place) -> Results:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from torch import nn
 
 import kronscope as ks
@@ -18,27 +16,21 @@ from kronscope.support.launch import is_rank_0, process_group
 from kronscope.support.processes import Processes
 from kronscope.targets import own_part
 from tests.distributed.compare import assert_same_numbers
-from tests.forked import run_program
+from tests.forked import Ended, run_program
 
 # Parameters are float32, and per-sample gradients depend in the last digits on which samples share a batch; what is
 # made of them is float64.
 TOLERANCE = 1e-6
-# standalone: a meeting place of its own, also beside other tests that launch processes
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _PAPER = ("paper", "figure1", "--workload", "digits-linear", "--steps", "4", "--samples", "21", "--measure-at", "0,2,4")
 
 
-def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(
-        [sys.executable, *_TORCHRUN, "-m", "kronscope", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def launched(folder: Path, *arguments: str) -> Ended:
+    """Run a command with ``torchrun``: two new interpreters, started by a process that need not import torch first."""
+    # standalone: a meeting place of its own, also beside other tests that launch processes
+    options = ("--standalone", "--nproc-per-node", "2", "-m", "kronscope")
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    (ended,) = run_program(folder, str(torch.distributed.run.__file__), *options, *arguments, variables=variables)
+    return ended
 
 
 @pytest.mark.timeout(600)
@@ -73,7 +65,7 @@ def test_a_model_of_ones_own_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(4, 3)\n")
     arguments = ("measure", "mine:build", "--data", "data.pt", "--checkpoint", "weights.pt", "--labels", "sampled")
     ended = launched(tmp_path, *arguments, "--out", "two")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.err
     one = ks.measure(model, nn.CrossEntropyLoss(), [(inputs, targets)], labels="sampled", progress=False)
     assert_same_numbers(ks.Results.load(tmp_path / "two" / "results.json"), one, tolerance=TOLERANCE)
 

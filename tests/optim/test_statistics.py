@@ -126,8 +126,10 @@ def test_which_optimizers_leave_gradients_out_by_default(make, every):
     assert make(parameters((5, 4)), 1e-2).param_groups[0]["statistics"] == every
 
 
-@pytest.mark.parametrize("every", [2, 3, 5])
-@pytest.mark.parametrize("kinds", [2, 3, 4, 5, 6, 10])
+# as many kinds, twice or three times as many, and numbers without a common factor
+@pytest.mark.parametrize(
+    ("every", "kinds"), [(2, 2), (2, 4), (2, 6), (2, 3), (3, 3), (3, 6), (3, 10), (5, 5), (5, 10), (5, 4)]
+)
 def test_factors_see_all_kinds_of_data_that_take_turns(every, kinds):
     """With every k-th gradient they would see one kind only, where there are k of them."""
     (param,) = parameters((kinds, 4))

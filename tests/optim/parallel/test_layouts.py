@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from kronscope.errors import DistributedError, GradientError, KronscopeError, OptionError
@@ -66,11 +66,16 @@ def test_rows_columns_uneven_and_empty_shards_and_plain_parameters_mix(pool: Poo
             assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-def refused(case: str) -> list[str]:
-    """What is said about a run that cannot work."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def all_refused(cases: list[str]) -> dict[str, list[str]]:
+    """What is said about each of the runs that cannot work, one after another."""
+    size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+    return {case: refused(case, mesh, square) for case in cases}
+
+
+def refused(case: str, mesh: DeviceMesh, square: DeviceMesh) -> list[str]:
+    rank = dist.get_rank()
 
     def make(shape: tuple[int, ...], places: list[Placement], on: Any = mesh) -> list[tuple[str, nn.Parameter]]:
         return [("layer.weight", nn.Parameter(distribute_tensor(torch.ones(shape), on, places)))]
@@ -98,7 +103,7 @@ def refused(case: str) -> list[str]:
             Shampoo(make((4, 3, 2), [Shard(2)]), 0.1)
         elif case == "two meshes":
             pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-            half = torch.distributed.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu")
+            half = DeviceMesh.from_group(pairs[rank // 2], "cpu")
             other = [("other.weight", p) for _, p in make((4, 4), [Shard(0)], half)]
             Shampoo(make((4, 4), [Shard(0)]) + other, 0.1)
         elif case == "single":
@@ -123,27 +128,36 @@ def refused(case: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        ("two dimensions", DistributedError, ["layer.weight", "sharded along one only"]),
-        ("same dimension twice", DistributedError, ["layer.weight", "sharded along one only"]),
-        ("partial", DistributedError, ["layer.weight", "sharded along one only"]),
-        ("swapped", DistributedError, ["layer.weight", "tensor parallelism without fully_shard"]),
-        ("no rectangle", DistributedError, ["layer.weight", "dimension 2", "view='modes'"]),
-        ("two meshes", DistributedError, ["layer.weight", "other.weight", "one optimizer for"]),
-        ("single", OptionError, ["layer.weight", "DTensor"]),
-        ("option", DistributedError, ["option lr of group 0 is 0.1 on rank 0 but 0.2 on rank 2", "parallel='single'"]),
-        ("object", DistributedError, ["option refresh of group 0", "rank 1"]),
-        ("shape", DistributedError, ["parameter 1 of group 0 is b: (3, 2)", "(3, 3)", "rank 1"]),
-        ("count", DistributedError, ["number of parameters in group 0 is 1 on rank 0 but 2 on rank 3"]),
-        ("values", DistributedError, ["a has different values", "DistributedDataParallel"]),
-        ("gradients", DistributedError, ["the gradient of a differs", "DistributedDataParallel"]),
-        ("missing gradient", GradientError, ["a has a gradient on 3 of 4 processes"]),
-    ],
-)
-def test_what_cannot_work_is_named(pool: Pool, case: str, kind: type[Exception], words: list[str]) -> None:
-    for found in pool.run(refused, 4, case=case):
+REFUSED: list[tuple[str, type[Exception], list[str]]] = [
+    ("two dimensions", DistributedError, ["layer.weight", "sharded along one only"]),
+    ("same dimension twice", DistributedError, ["layer.weight", "sharded along one only"]),
+    ("partial", DistributedError, ["layer.weight", "sharded along one only"]),
+    ("swapped", DistributedError, ["layer.weight", "tensor parallelism without fully_shard"]),
+    ("no rectangle", DistributedError, ["layer.weight", "dimension 2", "view='modes'"]),
+    ("two meshes", DistributedError, ["layer.weight", "other.weight", "one optimizer for"]),
+    ("single", OptionError, ["layer.weight", "DTensor"]),
+    ("option", DistributedError, ["option lr of group 0 is 0.1 on rank 0 but 0.2 on rank 2", "parallel='single'"]),
+    ("object", DistributedError, ["option refresh of group 0", "rank 1"]),
+    ("shape", DistributedError, ["parameter 1 of group 0 is b: (3, 2)", "(3, 3)", "rank 1"]),
+    ("count", DistributedError, ["number of parameters in group 0 is 1 on rank 0 but 2 on rank 3"]),
+    ("values", DistributedError, ["a has different values", "DistributedDataParallel"]),
+    ("gradients", DistributedError, ["the gradient of a differs", "DistributedDataParallel"]),
+    ("missing gradient", GradientError, ["a has a gradient on 3 of 4 processes"]),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(pool: Pool) -> list[dict[str, list[str]]]:
+    """By process and case, of four processes that come together once."""
+    return pool.run(all_refused, 4, cases=[case for case, _, _ in REFUSED])
+
+
+@pytest.mark.parametrize(("case", "kind", "words"), REFUSED)
+def test_what_cannot_work_is_named(
+    refusals: list[dict[str, list[str]]], case: str, kind: type[Exception], words: list[str]
+) -> None:
+    for one in refusals:
+        found = one[case]
         assert found, "nothing was said"
         assert found[0] == kind.__name__
         for word in words:
