@@ -22,11 +22,11 @@ STEPS = EARLY_STEPS + 9
 
 
 def is_taken(step: int, every: int) -> bool:
-    """Whether the factors take a step's gradient: one of each run of ``every``, by multiples of the golden ratio."""
+    """Whether the factors take a step's gradient: one of each run, by multiples of the golden ratio with skips."""
     if step <= EARLY_STEPS:
         return True
     run, place = divmod(step - EARLY_STEPS - 1, every)
-    return place == math.floor(run * 0.6180267333984375 % 1 * every)
+    return place == math.floor((run + (run // 20) ** 2) * 0.6180267333984375 % 1 * every)
 
 
 def factor(optimizer: Any, param: Tensor, mode: int) -> Tensor:
@@ -133,7 +133,7 @@ def test_which_optimizers_leave_gradients_out_by_default(make, every):
 def test_factors_see_all_kinds_of_data_that_take_turns(every, kinds):
     """With every k-th gradient they would see one kind only, where there are k of them."""
     (param,) = parameters((kinds, 4))
-    history = [torch.zeros(kinds, 4, dtype=torch.float64) for _ in range(EARLY_STEPS + 60 * every)]
+    history = [torch.zeros(kinds, 4, dtype=torch.float64) for _ in range(EARLY_STEPS + 200 * every)]
     for step, grad in enumerate(history):
         grad[step % kinds] = 1.0
     # sums count each kind
@@ -143,6 +143,19 @@ def test_factors_see_all_kinds_of_data_that_take_turns(every, kinds):
     share = len(history) / kinds
     assert seen.min() > 0.7 * share
     assert seen.max() < 1.3 * share
+
+
+@pytest.mark.parametrize(("every", "turns"), [(2, 17), (3, 33), (5, 58)])
+def test_no_kind_of_data_waits_long_whatever_the_number_of_kinds(every, turns):
+    """Bare multiples of the golden ratio let one of 13, 21 or 55 kinds wait for 21 to 75 turns, with one in two."""
+    (hyper,) = (o._hyper(o.param_groups[0]) for o in [Shampoo(parameters((3, 2)), statistics=every)])
+    first = EARLY_STEPS + 1
+    taken = torch.tensor([hyper.gathers(step) for step in range(first, first + 8000)])
+    for kinds in range(2, 65):
+        for kind in range(kinds):
+            # turns between two that were taken; the first and the last wait count too
+            seen = torch.nn.functional.pad(taken[kind::kinds], (1, 1), value=True).nonzero().diff(dim=0)
+            assert seen.max() <= turns, (kinds, kind)
 
 
 PATTERNS: dict[str, Any] = {
