@@ -93,14 +93,13 @@ def test_data_from_files(kronscope: Command, tmp_path: Path, form: str) -> None:
         np.savez(path, x=inputs.numpy(), y=targets.numpy())
     else:
         torch.save({"inputs": inputs, "targets": targets} if form == "pt" else (inputs, targets), path)
-    asked = "all" if form == "npz" else "identity"
     ended = kronscope(
-        "measure", "mine:build", "--data", path, "--loss", "mse", "--approximation", asked, "--out", "out"
+        "measure", "mine:build", "--data", path, "--loss", "mse", "--approximation", "all", "--out", "out"
     )
     assert ended.code == 0, ended.err
     results = ks.Results.load(tmp_path / "out" / "results.json")
     assert {row.samples for row in results} == {9}
-    assert set(results.approximations) == (set(ks.approx.names()) if asked == "all" else {asked})
+    assert set(results.approximations) == set(ks.approx.names())
 
 
 @pytest.mark.parametrize(

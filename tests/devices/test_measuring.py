@@ -30,7 +30,7 @@ class Convolution(nn.Module):
 def model_and_data(device: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(3)
     model = Convolution()
-    data = [(torch.randn(4, 1, 3, 3), torch.randint(3, (4,))) for _ in range(2)]
+    data = [(torch.randn(6, 1, 3, 3), torch.randint(3, (6,))) for _ in range(2)]
     return model.to(device), [(x.to(device), y.to(device)) for x, y in data]
 
 
@@ -72,7 +72,7 @@ def test_every_loss_works_on_every_device(device, loss, labels):
     def answer(place: str) -> list[float]:
         torch.manual_seed(1)
         model = nn.Linear(4, 3).to(place)
-        data = [(torch.randn(5, 4).to(place), torch.rand(5, 3).to(place))]
+        data = [(torch.randn(8, 4).to(place), torch.rand(8, 3).to(place))]
         return cosines(ks.measure(model, loss, data, labels=labels, progress=False))
 
     here = answer("cpu")

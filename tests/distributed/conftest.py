@@ -1,4 +1,4 @@
-"""All cases run once on two processes, on three, or on both, whatever number of workers pytest has."""
+"""All cases run once on two processes, and many on three, whatever number of workers pytest has."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from tests.distributed.processes import SECONDS, run_everywhere
 CASES = {**measuring.CASES, **recording.CASES, **watching.CASES}
 # What goes through the sums, shares and offsets of others, which three processes try with those others.
 TWO_ARE_ENOUGH = measuring.TWO_ARE_ENOUGH | recording.TWO_ARE_ENOUGH | watching.TWO_ARE_ENOUGH
-# What three processes do as two would; a message among them takes four times as long, so these are few.
-THREE_ARE_ENOUGH = measuring.THREE_ARE_ENOUGH | recording.THREE_ARE_ENOUGH | watching.THREE_ARE_ENOUGH
-assert CASES.keys() > TWO_ARE_ENOUGH | THREE_ARE_ENOUGH
-assert not TWO_ARE_ENOUGH & THREE_ARE_ENOUGH
+assert CASES.keys() > TWO_ARE_ENOUGH
 
 
 @pytest.fixture(scope="session", params=[2, 3], ids=["two", "three"])
@@ -32,7 +29,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     except FileExistsError:  # another worker is at it
         return _waited_for(folder / "done")
     try:
-        cases = {name: case for name, case in CASES.items() if _runs(name, request.param)}
+        cases = {name: case for name, case in CASES.items() if request.param == 2 or name not in TWO_ARE_ENOUGH}
         found: Any = run_everywhere(request.param, cases)
     except BaseException as error:
         found = repr(error)
@@ -49,13 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _does_not_run(chosen: Any) -> bool:
-    if chosen is None or "outcomes" not in chosen.params:
-        return False
-    return not _runs(chosen.params.get("name"), chosen.params["outcomes"])
-
-
-def _runs(name: str | None, size: int) -> bool:
-    return name not in (THREE_ARE_ENOUGH if size == 2 else TWO_ARE_ENOUGH)
+    return chosen is not None and chosen.params.get("outcomes") == 3 and chosen.params.get("name") in TWO_ARE_ENOUGH
 
 
 def _waited_for(path: Path) -> list[dict[str, Any]]:

@@ -111,16 +111,14 @@ EQUAL: dict[str, Case] = {
     "after all that": measured,
 }
 TWO_ARE_ENOUGH = {
-    "everything, real labels in batches",
     "empirical Fisher",
-    "sampled labels",
+    "sampled labels, many draws",
     "truth from draws",
     "population",
     "captured again for each pass",
     "curves",
     "positions, population",
 }
-THREE_ARE_ENOUGH = {"everything, exact labels", "without replacement", "probes", "positions"}
 
 
 def empty_share(place: Place) -> Results:

@@ -193,12 +193,11 @@ EQUAL: dict[str, Case] = {
     "history, fully sharded": functools.partial(trained, sharded=True),
 }
 TWO_ARE_ENOUGH = {
-    "history",
+    "history, exponential mean",
     "history, every second step",
     "history, checkpointed",
     "history, data parallel",
 }
-THREE_ARE_ENOUGH = {"history, read by more", "history, resumed", "history, fully sharded"}
 CASES: dict[str, Case] = {
     **EQUAL,
     "history on disk": on_disk,

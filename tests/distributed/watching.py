@@ -79,9 +79,7 @@ CASES: dict[str, Case] = {
 }
 TWO_ARE_ENOUGH = {
     "watch, data parallel",
-    "watch, divided",
     ALONE_ELSEWHERE,
     "watch, AdamW data parallel",
     "watch, AdamW fully sharded",
 }
-THREE_ARE_ENOUGH = {"watch, fully sharded"}

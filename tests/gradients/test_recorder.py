@@ -57,10 +57,10 @@ def test_every_loss_and_label_mode(name: str, reduction: str, backend: str) -> N
         assert close(stream_matrices(exact[spec.name]), truth[spec])
         labelled = matrices(model, plain_call, loss, inputs, targets, spec, "real")
         assert close(stream_matrices(real[spec.name]), labelled)
-    sampled = recorder.streams("sampled", draws=250)
+    sampled = recorder.streams("sampled", draws=500)
     for spec in specs:
         stream = sampled[spec.name]
-        assert (stream.columns, stream.draws) == (250, True)
+        assert (stream.columns, stream.draws) == (500, True)
         assert close(stream_matrices(stream), truth[spec], 0.25)
 
 

@@ -143,9 +143,6 @@ def _problem(name: str, loss: str) -> Problem:
 
 
 _FEW = ("exact", "real, B=4", "sampled, B=3, three draws")
-# One has positions, the other several uses of a weight: what becomes of their gradients depends on the setting. The
-# other models are asked every third setting, and all of _FEW with their other losses.
-_IN_EVERY_WAY = ("sequence", "tied")
 
 
 def _arbitrary(layer: Layer) -> tuple[str, ...]:
@@ -157,7 +154,7 @@ def _arbitrary(layer: Layer) -> tuple[str, ...]:
 
 
 def _cases() -> Iterator[tuple[str, str, str]]:
-    """Each model with each loss and each kind of label, and each setting with three models or more.
+    """Each model with each setting, and with each loss.
 
     What labels and a loss have to do with each other is how many terms a sample has, and how they are averaged: where
     samples have several, each loss is asked in each way, and elsewhere in one of them, another one for the next model.
@@ -165,17 +162,8 @@ def _cases() -> Iterator[tuple[str, str, str]]:
     for number, (model, (_, _, losses)) in enumerate(MODELS.items()):
         for place, loss in enumerate(losses):
             few = _FEW if model == "tied" else (_FEW[(number + place) % len(_FEW)],)
-            first = list(SETTINGS) if model in _IN_EVERY_WAY else list(SETTINGS)[number % 3 :: 3]
-            for setting in first if place == 0 else few:
+            for setting in SETTINGS if place == 0 else few:
                 yield model, loss, setting
-
-
-def _layers(model: str, loss: str) -> list[Layer]:
-    """All of them with the first loss; with the others the first one and, in turns, every second of the rest."""
-    _, layers, losses = MODELS[model]
-    place = losses.index(loss)
-    # means and sums alternate: pairs of them take turns
-    return layers if place == 0 else [layers[0], *layers[1 + (place + place // 2) % 2 :: 2]]
 
 
 def _names(model: str, setting: Setting) -> list[str]:
@@ -186,7 +174,7 @@ def _names(model: str, setting: Setting) -> list[str]:
 
 @pytest.mark.parametrize(("model", "loss", "asked"), list(_cases()))
 def test_every_cosine_is_the_dense_one(model: str, loss: str, asked: str) -> None:
-    problem, layers, setting = _problem(model, loss), _layers(model, loss), SETTINGS[asked]
+    problem, layers, setting = _problem(model, loss), MODELS[model][1], SETTINGS[asked]
     names = _names(model, setting)
     results = ks.measure(
         problem.model,

@@ -174,7 +174,7 @@ def test_sampled_fits_have_error_bars_as_wide_as_they_vary(layer: str) -> None:
                 approximations=["shampoo2"],
                 progress=False,
             ).rows[0]
-            for seed in range(10)
+            for seed in range(15)
         ]
         spread = float(torch.tensor([row.cosine for row in rows]).std())
         stderr = sum(row.stderr for row in rows) / len(rows)

@@ -22,8 +22,6 @@ SHAPES: list[tuple[int, ...]] = [(264, 5), (6, 5), (6, 5), (3,)]
 CHOSEN: dict[str, list[tuple[int, ...]]] = {
     "shampoo": [(264, 5), (6, 5), (6, 5), (4, 3, 2, 2), (3,)],
     "shampoo, whole": [(264, 5)],
-    "shampoo, sums": [(6, 5), (6, 5)],
-    "shampoo, rounds, momentum": [(6, 5), (6, 5), (3,)],
     "shampoo, modes, late": [(4, 3, 2, 2), (4, 3, 2, 2)],
 }
 

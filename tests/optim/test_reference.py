@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,7 +121,6 @@ def everything_packed() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=25)
 @given(hyper=hypers, shape=st.sampled_from([((5, 3), (True, True)), ((4, 3), (True, False)), ((3, 2, 4), (True,) * 3)]))
 def test_packed_triangles_give_the_same_updates(hyper, shape):
     block, factored = shape
@@ -150,13 +149,11 @@ def test_batched_equals_reference_one_sided(hyper, factored):
     compare(hyper, (4, 3), factored)
 
 
-@settings(max_examples=25)
 @given(hyper=hypers)
 def test_batched_equals_reference_where_positions_share_factors(hyper):
     compare(hyper, (4, 3, 2), (True, True, False))
 
 
-@settings(max_examples=25)
 @given(hyper=hypers.filter(lambda h: len(h.exponents) == 1))
 def test_batched_equals_reference_for_tensors(hyper):
     compare(hyper, (3, 2, 4), (True, True, True))

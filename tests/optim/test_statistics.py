@@ -26,7 +26,8 @@ def is_taken(step: int, every: int) -> bool:
     if step <= EARLY_STEPS:
         return True
     run, place = divmod(step - EARLY_STEPS - 1, every)
-    return place == math.floor((run + (run // 20) ** 2) * 0.6180267333984375 % 1 * every)
+    skips = run // 21
+    return place == math.floor((run + skips * (skips + 1)) * 0.6180267333984375 % 1 * every)
 
 
 def factor(optimizer: Any, param: Tensor, mode: int) -> Tensor:
@@ -126,14 +127,12 @@ def test_which_optimizers_leave_gradients_out_by_default(make, every):
     assert make(parameters((5, 4)), 1e-2).param_groups[0]["statistics"] == every
 
 
-# as many kinds, twice or three times as many, and numbers without a common factor
-@pytest.mark.parametrize(
-    ("every", "kinds"), [(2, 2), (2, 4), (2, 6), (2, 3), (3, 3), (3, 6), (3, 10), (5, 5), (5, 10), (5, 4)]
-)
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("kinds", [2, 3, 4, 5, 6, 10])
 def test_factors_see_all_kinds_of_data_that_take_turns(every, kinds):
     """With every k-th gradient they would see one kind only, where there are k of them."""
     (param,) = parameters((kinds, 4))
-    history = [torch.zeros(kinds, 4, dtype=torch.float64) for _ in range(EARLY_STEPS + 200 * every)]
+    history = [torch.zeros(kinds, 4, dtype=torch.float64) for _ in range(EARLY_STEPS + 60 * every)]
     for step, grad in enumerate(history):
         grad[step % kinds] = 1.0
     # sums count each kind
@@ -145,11 +144,11 @@ def test_factors_see_all_kinds_of_data_that_take_turns(every, kinds):
     assert seen.max() < 1.3 * share
 
 
-@pytest.mark.parametrize(("every", "turns"), [(2, 17), (3, 33), (5, 58)])
+@pytest.mark.parametrize(("every", "turns"), [(2, 18), (3, 34), (5, 59)])
 def test_no_kind_of_data_waits_long_whatever_the_number_of_kinds(every, turns):
-    """Bare multiples of the golden ratio let one of 13, 21 or 55 kinds wait for 21 to 75 turns, with one in two."""
-    (hyper,) = (o._hyper(o.param_groups[0]) for o in [Shampoo(parameters((3, 2)), statistics=every)])
-    first = EARLY_STEPS + 1
+    """Bare multiples of the golden ratio let one of 55 kinds wait for 75 turns, with one gradient in two."""
+    optimizer = Shampoo(parameters((3, 2)), statistics=every)
+    hyper, first = optimizer._hyper(optimizer.param_groups[0]), EARLY_STEPS + 1
     taken = torch.tensor([hyper.gathers(step) for step in range(first, first + 8000)])
     for kinds in range(2, 65):
         for kind in range(kinds):

@@ -250,10 +250,12 @@ def _turn(run: int, every: int) -> int:
 
     Multiples of the golden ratio, modulo one, fill the interval evenly, so that kinds of data that take turns in few
     steps are all seen soon. But they nearly repeat after 13, 21, 34, ... of them, and kinds that take turns in as many
-    steps would wait for hundreds. So every twenty runs they skip some, each time more: no kind then waits longer than
-    by chance. In whole numbers, which a graph of ``torch.compile`` can have for all steps.
+    steps would wait for hundreds. So every 21 runs they skip some, each time two more: then no kind waits longer than
+    by chance, and short turns are seen as evenly as before. In whole numbers, which a graph of ``torch.compile`` can
+    have for all steps.
     """
-    return (run + (run // 20) ** 2) * 40503 % 65536 * every // 65536
+    skips = run // 21
+    return (run + skips * (skips + 1)) * 40503 % 65536 * every // 65536
 
 
 def parse_scale(value: object) -> Scale:

@@ -30,7 +30,7 @@ from tests.optim.parallel.model import made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import parameters
 
-SIZE, STEPS, EVERY, PATIENCE = 3, 8, 3, 40.0
+SIZE, STEPS, EVERY, PATIENCE = 4, 10, 3, 40.0
 
 
 def train_with_checkpoints(mode: str, folder: str, dies: tuple[int, int] | None = None) -> dict[str, Any]:

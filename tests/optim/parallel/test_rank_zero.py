@@ -24,8 +24,7 @@ from tests.optim.parallel.model import MAKERS, made, train, values, wrapped
 from tests.optim.parallel.pool import Pool
 from tests.optim.tools import gradients, parameters
 
-# on both sides of the checkpoint a batch of two parts, and roots are taken anew (every third step)
-HALF, STEPS = 4, 7
+HALF, STEPS = 5, 10
 
 
 def start(mode: str, name: str, file: str) -> dict[str, Tensor]:
