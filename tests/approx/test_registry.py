@@ -111,7 +111,8 @@ def test_one_s_own_need_not_be_registered_to_be_measured() -> None:
     data = [(torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))]
     results = ks.measure(model, nn.CrossEntropyLoss(), data, approximations=[own, "identity"], progress=False)
     found = [row.cosine for row in results]
-    assert found[0::2] == found[1::2]
+    # up to rounding: where a sum's numbers lie in memory decides the order of its terms on some processors
+    assert found[0::2] == pytest.approx(found[1::2], rel=1e-13)
     assert "unregistered" not in approx.names()
 
 

@@ -114,6 +114,8 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
         data = [(torch.randn(40, 12), torch.randint(30, (40,)))]
         columns = 8
     layers = ["0.weight", "2.weight"]
+    # the model's own rounding depends on how many samples it is given at once: in float32 that is 1e-8 of a cosine
+    model, data = model.double(), [(inputs.double(), targets) for inputs, targets in data]
     loss = nn.CrossEntropyLoss()
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
@@ -124,7 +126,7 @@ def test_a_small_budget_changes_no_number(kind: str) -> None:
     few = ks.measure(model, loss, data, layers, progress=False, memory_budget=int(little), max_columns=columns)
     assert len(passes) > 10 * once
     for row, other in zip(much, few, strict=True):
-        assert other.cosine == pytest.approx(row.cosine, abs=2e-6 if columns else 1e-10)
+        assert other.cosine == pytest.approx(row.cosine, abs=1e-10)
 
 
 @pytest.mark.parametrize("max_columns", [None, 8], ids=["exact", "estimated"])

@@ -24,6 +24,7 @@ __all__ = [
     "graft_direction",
     "rescaled",
     "update_second_moment",
+    "waiting",
     "with_lengths_of",
 ]
 
@@ -66,23 +67,23 @@ def graft_direction(mean: Tensor, second: Tensor | None, hyper: Hyper, step: int
 
 
 def adam_graft(state: dict[str, Tensor], grads: Tensor, hyper: Hyper, step: int) -> Tensor | None:
-    """Update both moments and return Adam's direction, its modes in any order; None where no kernel does that."""
+    """Update both moments and return Adam's direction; None where no kernel does that."""
     graft = hyper.scale
     if not isinstance(graft, Graft) or graft.kind != "adam" or hyper.beta1 == 0 or grads.device.type != "cpu":
         return None
     beta2, eps = hyper.graft_beta2(), hyper.eps if graft.eps is None else graft.eps
     if beta2 == 1 or eps == 0 or grads.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return None
-    views = in_memory_order(grads, state["exp_avg"], state["graft_sq"])
+    # fused Adam on parameters of zero with the learning rate -1 leaves the direction itself
+    direction = torch.zeros_like(state["exp_avg"])
+    views = in_memory_order(direction, grads, state["exp_avg"], state["graft_sq"])
     if views is None:
         return None
-    direction = torch.zeros_like(views[0])
-    # fused Adam on parameters of zero with the learning rate -1 leaves the direction itself
     torch._fused_adam_(
-        [direction],
         [views[0]],
         [views[1]],
         [views[2]],
+        [views[3]],
         [],
         [torch.tensor(float(step))],
         amsgrad=False,
@@ -114,6 +115,21 @@ def with_lengths_of(graft: Callable[[], Tensor], direction: Tensor, lengths: Ten
     if all_true(usable):
         return out
     return torch.where(usable, out, graft() if grafted is None else grafted)
+
+
+def waiting(seen: Tensor, update: Tensor, graft: Tensor) -> Tensor:
+    """Return updates (B, ...) with those of blocks that have no root yet replaced by a part of the graft's.
+
+    Args:
+        seen: Which blocks (B,) have theirs.
+        update: The blocks' own updates; may be changed.
+        graft: The graft's.
+    """
+    if update.device.type == "cpu" and not torch.compiler.is_compiling():
+        blocks = (~seen).nonzero().flatten()
+        update[blocks] = WAITING * graft[blocks]
+        return update
+    return torch.where(seen.view(-1, *[1] * (update.ndim - 1)), update, WAITING * graft)
 
 
 def rescaled(direction: Tensor, hyper: Hyper) -> Tensor:

@@ -30,10 +30,12 @@ class Moments(NamedTuple):
     Attributes:
         mean: Mean of the gradients, not corrected for its bias; for SOAP the finished update.
         lengths: The lengths (B, 1, ...) of the grafted optimizer's updates, where they came in the same pass.
+        graft: These updates themselves, where blocks may make a part of them instead of their own.
     """
 
     mean: Tensor
     lengths: Tensor | None = None
+    graft: Tensor | None = None
 
 
 class Rule(ABC):

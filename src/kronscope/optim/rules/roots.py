@@ -36,13 +36,13 @@ from kronscope.optim.blocks import Tile
 from kronscope.optim.config import Adaptive, Graft, Hyper, Norm, Trace
 from kronscope.optim.costs import ROOT_COST
 from kronscope.optim.grafts import (
-    WAITING,
     adam_graft,
     all_true,
     block_norms,
     graft_direction,
     rescaled,
     update_second_moment,
+    waiting,
     with_lengths_of,
 )
 from kronscope.optim.reference import update_with_roots
@@ -128,7 +128,7 @@ class RootRule(Rule):
             self.add_to_factors(state, grads, moved, modes, hyper, step)
         graft = adam_graft(state, moved, hyper, step)
         if graft is not None:
-            return Moments(state["exp_avg"], block_norms(graft))
+            return Moments(state["exp_avg"], block_norms(graft), graft if hyper.waits_for_roots(step) else None)
         if "graft_sq" in state:
             update_second_moment(state["graft_sq"], moved, hyper)
         if hyper.beta1 == 0:
@@ -175,6 +175,8 @@ class RootRule(Rule):
         grafted = isinstance(hyper.scale, Graft)
 
         def graft() -> Tensor:
+            if moments.graft is not None:
+                return moments.graft
             return graft_direction(mean / correction, state.get("graft_sq"), hyper, step)
 
         if step >= hyper.start:
@@ -186,7 +188,7 @@ class RootRule(Rule):
             if hyper.waits_for_roots(step):
                 seen = (state["spectrum"][:, list(modes), 0] > 0).any(1)
                 if not all_true(seen):
-                    update = torch.where(seen.view(-1, *[1] * (mean.ndim - 1)), update, WAITING * graft())
+                    update = waiting(seen, update, graft())
         elif not grafted:
             weights = self._weights(state, mean, modes, hyper, step)
             if weights is not None:
