@@ -376,3 +376,20 @@ def _scaled_outputs(model: torch.nn.Module, scale: float) -> torch.nn.Module:
             return outputs
 
     return Scaled()
+
+
+@pytest.mark.parametrize("size", [1e-70, 1e-30, 1e30, 1e70])
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
+def test_cosines_with_products_do_not_depend_on_the_size_of_gradients(size: float, shape: tuple[int, int]) -> None:
+    """With Shampoo² three sums of squares are multiplied: it had a cosine of 0 where two still were numbers."""
+    grads = torch.randn(20, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scaled = [GradientStream.from_tensors(grads * factor) for factor in (1.0, size)]
+    for name in ("shampoo2", "tnt", "shampoo", "optimal", "soap", "one-sided"):
+        expected, found = (ks.cosine(SecondMoment(stream), ks.approx.get(name).fit(stream)) for stream in scaled)
+        assert found == pytest.approx(expected, rel=1e-10), name
+    # the eigenvalues are asked for where they are known
+    operators = [ks.approx.get("shampoo2").fit(stream) for stream in scaled]
+    for operator in operators:
+        operator.power(0.5)
+    expected, found = (ks.cosine(SecondMoment(s), operator) for s, operator in zip(scaled, operators, strict=True))
+    assert found == pytest.approx(expected, rel=1e-10)

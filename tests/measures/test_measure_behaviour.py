@@ -432,3 +432,17 @@ def test_the_result_says_that_a_model_in_training_mode_was_measured_in_eval_mode
     model, data = mlp()
     assert "training mode" in measure(model.train(), data).settings["measured in"]
     assert "training mode" not in measure(model.eval(), data).settings["measured in"]
+
+
+@pytest.mark.parametrize("sureness", [100.0, 300.0, 600.0])
+def test_a_float32_model_that_is_sure_of_most_samples_is_measured(sureness: float) -> None:
+    """Their gradients underflow: that was taken for a model that computes something else than before."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(60, 6), torch.randint(3, (60,))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(sureness)
+    single = ks.measure(model, nn.CrossEntropyLoss(), [(inputs, targets)], progress=False)
+    double = ks.measure(model.double(), nn.CrossEntropyLoss(), [(inputs.double(), targets)], progress=False)
+    for one, two in zip(single, double, strict=True):
+        assert one.cosine == pytest.approx(two.cosine, abs=1e-4), one

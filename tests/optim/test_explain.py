@@ -37,7 +37,7 @@ def test_the_summary_has_a_line_for_each_shape_and_what_adamw_needs(kind):
     numbers = 5 * 2 * 128 + 4 * 8
     assert plan.adamw_bytes == 2 * 4 * numbers
     assert any("state:" in line and "AdamW's:" in line and "MiB" in line for line in lines)
-    assert any("a step:" in line and "AdamW's:" in line and line.count(" ms") == 2 for line in lines)
+    assert any("a step:" in line and "fused AdamW's:" in line and line.count(" ms") == 2 for line in lines)
     assert any(line.startswith("the first 10 steps") for line in lines)
     assert any(re.match(r"5 +16x8 .*16\+8", line) for line in lines)
     assert any(re.match(r"4 +8 +AdamW \(1-D\)", line) for line in lines)
@@ -187,3 +187,9 @@ def test_a_loaded_option_that_replaces_one_given_in_code_is_named():
 def test_schedules_and_scales_are_public_names():
     assert ks.Warmup is Warmup
     assert all(hasattr(ks, name) for name in ("Adaptive", "Every", "Graft", "Norm", "Trace"))
+
+
+def test_a_plan_without_anything_to_train_says_so():
+    """It spoke of a step several times as long as AdamW's, and of roots."""
+    optimizer = Shampoo(nn.Linear(3, 3).requires_grad_(False), 1e-3)
+    assert str(optimizer.explain()) == "nothing to train: 2 parameters, all frozen"

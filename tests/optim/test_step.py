@@ -88,7 +88,7 @@ def test_portions_in_threads_give_the_numbers_of_one_stack(name, two_threads, mo
         with monkeypatch.context() as patch:
             patch.setattr(step_module, "_PORTION", 70)
             patch.setattr(step_module, "_LEAST_COST", 0)
-            patch.setattr(step_module, "LEAST_IN_THREADS", 1)
+            patch.setattr(step_module, "_LEAST_IN_THREADS", 1)
             step(cut, others, number)
         for mine, theirs in zip(params, others, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)

@@ -66,6 +66,19 @@ def out_of_range(trace: float) -> str:
     )
 
 
+def _near_one(factor: Tensor) -> tuple[Tensor, float]:
+    """Return a factor of a product, and 1; one far from 1 is divided by a power of two, which is returned with it.
+
+    Three sums of squared gradients are multiplied in an inner product with L ⊗ R, and only two of them are sure to stay
+    in the range of float64.
+    """
+    largest = float(factor.abs().max()) if factor.numel() else 1.0
+    if not 0.0 < largest < math.inf or 2.0**-120 < largest < 2.0**120:
+        return factor, 1.0
+    unit = 2.0 ** math.frexp(largest)[1]
+    return factor / unit, unit
+
+
 class SecondMoment:
     r"""The matrix :math:`H = \sum_i w_i \sum_c \operatorname{vec}(G_{ic})\operatorname{vec}(G_{ic})^\top` of a stream.
 
@@ -365,10 +378,11 @@ class SecondMoment:
             if op.left.is_decomposed and op.right.is_decomposed:
                 spectra = op.left.spectrum, op.right.spectrum
                 table = self.table(spectra[0].vectors, spectra[1].vectors)
-                return op.scale * float(spectra[0].values.double() @ table @ spectra[1].values.double())
-            return op.scale * self._inner_product(op.left.matrix, op.right.matrix)
+                (left, unit), (right, other) = (_near_one(spectrum.values.double()) for spectrum in spectra)
+                return op.scale * unit * float(left @ table @ right) * other
+            return self._inner_product(op.left.matrix, op.right.matrix, op.scale)
         if isinstance(op, KroneckerSum):
-            return sum(sigma * self._inner_product(left, right) for sigma, left, right in op.terms)
+            return sum(self._inner_product(left, right, sigma) for sigma, left, right in op.terms)
         if type(op) in (EigenbasisDiagonal, Diagonal):
             assert isinstance(op, EigenbasisDiagonal)
             return float((op.values * self.table(op.left, op.right)).sum())
@@ -565,11 +579,12 @@ class SecondMoment:
 
         return self._narrow or self._once("in float32", compute)
 
-    def _inner_product(self, left: Tensor, right: Tensor) -> float:
-        """⟨H, A⊗B⟩ = ⟨Σ w GᵀAG, B⟩ = ⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""
+    def _inner_product(self, left: Tensor, right: Tensor, scale: float) -> float:
+        """s⟨H, A⊗B⟩ = s⟨Σ w GᵀAG, B⟩ = s⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""
+        (left, unit), (right, other) = _near_one(left), _near_one(right)
         if self.shape[0] <= self.shape[1]:
-            return float((self.right(left) * right).sum())
-        return float((self.left(right) * left).sum())
+            return scale * unit * float((self.right(left) * right).sum()) * other
+        return scale * unit * float((self.left(right) * left).sum()) * other
 
     def _flat(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield gradients (k·c, mn) in float64 with a weight for each."""

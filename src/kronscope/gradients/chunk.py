@@ -178,14 +178,19 @@ class ChunkCapture:
         Raises:
             ModelError: They differ.
         """
-        pick = self._batch.first % self._batch.size
         generator = torch.Generator().manual_seed(self._batch.first)
         mix = torch.randn(columns.count, generator=generator, dtype=torch.float64)
-        vectors = sum(
-            (weight * column[pick : pick + 1] for weight, column in zip(mix.tolist(), columns, strict=True)),
-            torch.zeros(1, dtype=torch.float64, device=host_if_narrow(self.outputs.device)),
-        )
-        largest = float(vectors.abs().max()) or 1.0
+        pick = self._batch.first % self._batch.size
+        vectors = self._mixed(pick, mix, columns)
+        if float(vectors.abs().max()) < self._smallest():
+            # of a sample that the model is so sure of nothing may be left in the model's type: the largest is looked at
+            pick = int(torch.stack([column.abs().flatten(1).amax(1) for column in columns]).amax(0).argmax())
+            vectors = self._mixed(pick, mix, columns)
+        largest = float(vectors.abs().max())
+        if largest < self._smallest():
+            return
+        # as in the batch: what underflows there must do so here, unless the columns were enlarged against it
+        largest = largest if self._routes.dtype == torch.float16 else 1.0
         needed = {name: self._parameters[name] for spec in specs for name in spec.parameters}
         alone = self._batch.take(slice(pick, pick + 1))
         (found,) = gradients_alone(self._forward, alone, needed, [vectors / largest])
@@ -195,6 +200,18 @@ class ChunkCapture:
             # An alarm here ends the measurement, so it must not be a false one.
             if not matches(atoms[spec.name], pick, expected, self._routes.dtype, mix / largest, lenience=10.0):
                 raise ModelError(_CHANGED.format(name=spec.name, samples=self._batch.describe()))
+
+    def _mixed(self, sample: int, mix: Tensor, columns: Columns) -> Tensor:
+        """The columns of a sample, mixed in float64."""
+        return sum(
+            (weight * column[sample : sample + 1] for weight, column in zip(mix.tolist(), columns, strict=True)),
+            torch.zeros(1, dtype=torch.float64, device=host_if_narrow(self.outputs.device)),
+        )
+
+    def _smallest(self) -> float:
+        """Columns below this lose digits in the model's type; in half precision they are enlarged."""
+        dtype = torch.float32 if self._routes.dtype == torch.float16 else self._routes.dtype
+        return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
     def _pull(self, edges: list[GradientEdge], vectors: Tensor, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(self.outputs, edges, vectors, retain_graph=keep, allow_unused=True)

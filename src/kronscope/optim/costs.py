@@ -17,7 +17,6 @@ __all__ = [
     "BASIS_COST",
     "CALL_COST",
     "ELEMENT_COST",
-    "LEAST_IN_THREADS",
     "MAKING_COST",
     "ROOT_COST",
     "STEP_CALLS",
@@ -30,7 +29,6 @@ __all__ = [
     "layout_work",
     "making_cost",
     "refresh_cost",
-    "root_cost",
     "step_cost",
 ]
 
@@ -44,10 +42,6 @@ ELEMENT_COST = 60.0
 # A number of a new state, whose memory has to be mapped first: measured where that takes long, and elsewhere some steps
 # of the first are only a little shorter for it.
 MAKING_COST = 200.0
-# What surrounds a decomposition takes as long as the root of a matrix of about this size (measured with one thread).
-_SURROUND_SIZE = 160
-# Smaller ones of equal blocks are decomposed in one call.
-LEAST_IN_THREADS = 64
 # What a step takes for its calls alone, whatever the sizes, counted in products of two small matrices (fitted to the
 # CPU time of steps of 1 ... 100 layers of 16 x 8 and a little more, of one shape and of many, by the three families).
 STEP_CALLS = 250.0
@@ -61,12 +55,6 @@ _ADAMW_CALLS, _ADAMW_STEP_CALLS = 8.0, 60.0
 def refresh_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
     """Return what it costs to refresh one factor of one block, in multiply-adds of a matrix product."""
     return hyper.rule.refresh_cost(tile.block, mode, hyper)
-
-
-def root_cost(tile: Tile, mode: int, hyper: Hyper) -> float:
-    """Return the same with the calls around it, which small roots of equal blocks share."""
-    together = 1 if tile.block[mode] >= LEAST_IN_THREADS else tile.total
-    return refresh_cost(tile, mode, hyper) + ROOT_COST * float(_SURROUND_SIZE) ** 3 / max(1, together)
 
 
 def making_cost(tile: Tile) -> float:

@@ -90,7 +90,7 @@ class Explanation:
     Attributes:
         rows: One per parameter.
         adamw_bytes: Bytes that AdamW's state would have for the parameters that are trained.
-        adamw_cost: What a step of AdamW would cost, in the unit of the rows' costs.
+        adamw_cost: What a step of AdamW with ``fused=True`` would cost, in the unit of the rows' costs.
         call_cost: What the call of a small product costs, in the same unit: measured, where ``rate`` is.
         first_steps: Number of steps at the beginning that take roots more often.
         first_passes: How often each root is taken in these steps.
@@ -127,6 +127,8 @@ class Explanation:
 
     def _summary(self) -> list[str]:
         trained = [row for row in self.rows if row.method != FROZEN]
+        if not trained:
+            return [f"nothing to train: {len(self.rows)} parameters, all frozen"]
         numbers = sum(math.prod(row.shape) for row in trained)
         flops = sum(row.flops for row in trained) / 1e9
         first, later = (self._time(self._step_cost(first=first)) for first in (True, False))
@@ -135,7 +137,7 @@ class Explanation:
         return [
             f"{len(trained)} parameters of {numbers / 1e6:.2f} million numbers",
             f"state: {_mib(self.total_bytes)} MiB, AdamW's: {_mib(self.adamw_bytes)} MiB",
-            f"a step: {later} ({flops:.2f} GFLOP), AdamW's: {self._time(self.adamw_cost)}",
+            f"a step: {later} ({flops:.2f} GFLOP), fused AdamW's: {self._time(self.adamw_cost)}",
             f"{self._first()}: {first}{' each' * (self.first_steps > 1)}",
             *self._shares(),
             f"refresh of the roots: {', '.join(schedules) or 'none, nothing has factors'}",
@@ -187,7 +189,8 @@ class Explanation:
             return [f"share of a step, {beside}: not known where processes divide the work"]
         plain = self.adamw_cost / self.rate
         adamw = 100 * plain / (plain + self.step_seconds)
-        return [f"share of a step, {beside}: {100 * later:.1f} %, at first {100 * first:.1f} %, AdamW's: {adamw:.1f} %"]
+        own = f"{100 * later:.1f} %, at first {100 * first:.1f} %"
+        return [f"share of a step, {beside}: {own}, fused AdamW's: {adamw:.1f} %"]
 
     def milliseconds(self, *, first: bool = False) -> float | None:
         """Return the estimate of a step's time; None where the work is divided over processes.

@@ -15,7 +15,7 @@ from torch import Tensor
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Adaptive, Hyper
-from kronscope.optim.costs import making_cost, root_cost
+from kronscope.optim.costs import making_cost, refresh_cost
 from kronscope.optim.stacks import Stack, block_key, due_at
 
 __all__ = ["assign_phases", "due_blocks", "residuals_to_check", "stale_blocks"]
@@ -109,34 +109,21 @@ def assign_phases(
     for side in earlier:
         for phase in side.phases[:, side.mode].tolist():
             loads[side.period].add(phase % side.period, side.cost)
-    starts = _first_starts(sides)
+    first_loads = {first: _FirstLoads(*first, _making(first, sides)) for first in {side.first for side in sides}}
     # of equal costs, one mode after the other: neighbours get the same step, and the two sides of a block, which may
-    # share moments, should not
-    for side in sorted(sides, key=lambda side: (-side.cost, side.mode)):
+    # share moments, should not; and those first whose blocks have more to do
+    for side in sorted(sides, key=lambda side: (-side.cost, side.mode, -sum(side.together))):
         phases, load = side.phases, loads[side.period]
         if phases.shape[0] > _GREEDY:
             phases[:, side.mode] = (torch.arange(phases.shape[0]) + side.mode) % side.period
             continue
+        first, steps = first_loads[side.first], range(side.period)
         for block in range(phases.shape[0]):
-            start = starts.get((id(phases), block)) if side.together else None
-            steps = range(side.period) if start is None else range(start, side.period, side.first[0])
+            if side.together:
+                steps = range(first.take(side.together, side.period), side.period, side.first[0])
             phase = load.best(side.cost, steps)
             phases[block, side.mode] = phase
             load.add(phase, side.cost)
-
-
-def _first_starts(sides: Sequence[_Side]) -> dict[tuple[int, int], int]:
-    """Return the step, counted from 0, at which a block begins to take its first roots, the most costly ones first.
-
-    By the identity of its phases and its number.
-    """
-    loads = {first: _FirstLoads(*first, _making(first, sides)) for first in {side.first for side in sides}}
-    return {
-        (id(side.phases), block): loads[side.first].take(side.together, side.period)
-        for side in sorted(sides, key=lambda side: -sum(side.together))
-        if side.together and side.phases.shape[0] <= _GREEDY
-        for block in range(side.phases.shape[0])
-    }
 
 
 def _making(first: tuple[int, int], sides: Sequence[_Side]) -> float:
@@ -178,7 +165,7 @@ def _sides(entries: Iterable[tuple[Tensors, Layout, Hyper]]) -> Iterator[_Side]:
     for state, layout, hyper in entries:
         for index, tile in enumerate(layout.tiles):
             if hyper.refresh.spread:
-                costs = tuple(root_cost(tile, mode, hyper) for mode in tile.modes)
+                costs = tuple(refresh_cost(tile, mode, hyper) for mode in tile.modes)
                 first = hyper.refresh.place_at(1).period, hyper.rule.apart
                 phases = state[block_key(index, "phase")]
                 for place, (mode, cost) in enumerate(zip(tile.modes, costs, strict=True)):

@@ -23,7 +23,7 @@ from kronscope.optim.block_math import joined
 from kronscope.optim.block_state import Tensors
 from kronscope.optim.calls import PLAIN, Calls
 from kronscope.optim.config import Adaptive, Hyper
-from kronscope.optim.costs import LEAST_IN_THREADS, refresh_cost, step_cost
+from kronscope.optim.costs import refresh_cost, step_cost
 from kronscope.optim.schedule import due_blocks, residuals_to_check, stale_blocks
 from kronscope.optim.stacks import Member, Stack
 
@@ -44,7 +44,7 @@ Put = Callable[[Sequence[tuple[Member, Tensor]]], None]
 
 # Smaller matrices are decomposed faster in one call than handed to threads, and those up to twice as large a few at a
 # time: what surrounds a decomposition takes as long as it. How many does not depend on the threads: bits might.
-_LEAST_ALONE = 128
+_LEAST_IN_THREADS, _LEAST_ALONE = 64, 128
 _TOGETHER = 4
 # Multiply-adds below which handing a portion to a thread costs more than it gains.
 _LEAST_COST = 2e7
@@ -179,7 +179,7 @@ class Portion:
         """Whether the roots of a mode are large enough to be taken one per thread, and may be."""
         return (
             self.is_on_cpu
-            and self.block[mode] >= LEAST_IN_THREADS
+            and self.block[mode] >= _LEAST_IN_THREADS
             and self.hyper.solver.is_thread_safe
             and self.hyper.rule.has_separate_roots
         )
