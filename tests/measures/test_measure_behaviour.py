@@ -439,9 +439,9 @@ def test_a_float32_model_that_is_sure_of_most_samples_is_measured(sureness: floa
     """Their gradients underflow: that was taken for a model that computes something else than before."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(60, 6), torch.randint(3, (60,))
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), last := nn.Linear(8, 3))
     with torch.no_grad():
-        model[2].weight.mul_(sureness)
+        last.weight.mul_(sureness)
     single = ks.measure(model, nn.CrossEntropyLoss(), [(inputs, targets)], progress=False)
     double = ks.measure(model.double(), nn.CrossEntropyLoss(), [(inputs.double(), targets)], progress=False)
     for one, two in zip(single, double, strict=True):
