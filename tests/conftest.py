@@ -6,6 +6,8 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare torch and hypothesis, unless this process only deals out tests to others, who wait for it."""
+    if not hasattr(config, "workerinput"):
+        _avoid_broken_tiles()
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     import hypothesis
@@ -41,6 +45,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # `HYPOTHESIS_PROFILE=search make pytest` looks for new counterexamples.
     hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kronscope"))
+
+
+def _avoid_broken_tiles() -> None:
+    """Keep torch from AMX where the processor announces it and a product of bfloat16 then kills the process.
+
+    Some virtual machines announce AMX without saying what its tiles are. No program of torch's can use bfloat16 there,
+    and a worker that dies says nothing about the other tests.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text():
+        return
+    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    tried = subprocess.run([sys.executable, "-c", product], stderr=subprocess.DEVNULL, check=False)
+    if tried.returncode == -signal.SIGILL:
+        # all but AMX; oneDNN reads it when it is first used, here and in every process that is started from here
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+
+
+def pytest_report_header() -> str | None:
+    """Say with which instructions torch computes, if not with all that the processor announces."""
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return f"torch's instructions: at most {isa} (ONEDNN_MAX_CPU_ISA)" if isa else None
 
 
 # Tests that start processes of their own: one worker of a parallel run takes them all, so that their pools do not run
