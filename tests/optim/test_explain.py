@@ -52,7 +52,11 @@ def test_a_stack_of_matrices_that_no_name_tells_of_is_pointed_at():
 
     def hints(name: str, *shape: int, **options: Any) -> list[str]:
         named = [(name, nn.Parameter(torch.zeros(shape))), ("head.weight", nn.Parameter(torch.zeros(4, 64)))]
-        return [line for line in str(Shampoo(named, **options).explain()).splitlines() if "view='experts'" in line]
+        optimizer = Shampoo(named, **options)
+        texts = [str(optimizer.explain(rows=rows)) for rows in (False, True)]
+        found, in_rows = ([line for line in text.splitlines() if "view='experts'" in line] for text in texts)
+        assert found == in_rows
+        return found
 
     (line,) = hints("moe.w1", 4, 32, 48)
     assert "moe.w1 of 4x32x48" in line

@@ -222,6 +222,15 @@ def test_a_list_of_modules_is_refused_with_the_way() -> None:
     assert len(Shampoo(nn.ModuleList([network(), network()]), 0.1).explain().rows) == 12
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(nn.ReLU(), "the ReLU given has no parameters"), (None, "takes a model.*got NoneType"), (3, "got int")],
+)
+def test_what_has_no_parameters_is_refused_with_the_way(given: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        Shampoo(given, 0.1)
+
+
 def test_parameters_of_fsdp1_are_refused_with_the_way() -> None:
     """FSDP1 marks parameters, and flattens them in place also after the optimizer was made."""
     model = network()

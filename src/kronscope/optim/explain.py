@@ -256,7 +256,7 @@ class Explanation:
             for row in self.rows
         ]
         footer = f"state: {self.total_bytes / 2**20:.1f} MiB; a step: {sum(r.flops for r in self.rows) / 1e9:.2f} GFLOP"
-        return [table(header, lines), footer]
+        return [table(header, lines), footer, *_stacked([row for row in self.rows if row.method != FROZEN])]
 
 
 def _stacked(rows: Sequence[ExplanationRow]) -> list[str]:

@@ -37,15 +37,22 @@ def as_groups(params: Any) -> Any:
     A module gives one group of all its named parameters, with their roles. What torch refuses is left to it.
 
     Raises:
-        OptionError: it is a list of modules, or a module with lazy parameters.
+        OptionError: it is a list of modules, a module without parameters or with lazy ones, or nothing to go through.
     """
     if isinstance(params, nn.Module):
         named = list(params.named_parameters())
+        if not named:
+            raise OptionError(f"the {type(params).__name__} given has no parameters; pass the model that is to train.")
         _check_shaped(named)
         roles = roles_in(params)
         return [{"params": named, "roles": [roles[param] for _, param in named]}]
     if isinstance(params, Tensor):
         return params
+    if not isinstance(params, Iterable):
+        raise OptionError(
+            f"an optimizer takes a model, model.named_parameters(), or groups of parameters; "
+            f"got {type(params).__name__}."
+        )
     listed = list(params)
     if any(isinstance(entry, nn.Module) for entry in listed):
         raise OptionError(
