@@ -111,10 +111,10 @@ def test_what_can_be_asked_is_answered_as_on_the_cpu(kind, where):
         optimizer, params = run(lambda p: kind(p, 0.01, block_size=math.inf), machine, places, dtype=dtype)
         for there, here in zip(params, twins, strict=True):
             one, two = optimizer.operator(there), twin.operator(here)
-            # as in the test above: after five steps most of SOAP's 264 eigenvectors are arbitrary
+            # as in the test above: after five steps most of SOAP's 264 eigenvectors are arbitrary; the trace is not
             arbitrary = kind is SOAP and here.shape[:1] == (264,)
             exact = 1e-9 if dtype == torch.float64 else 1e-3
-            assert one.trace() == pytest.approx(two.trace(), rel=5e-3 if arbitrary else exact)
+            assert one.trace() == pytest.approx(two.trace(), rel=min(exact, 1e-5))
             assert one.norm() == pytest.approx(two.norm(), rel=5e-2 if arbitrary else exact)
         for row, other in zip(optimizer.diagnostics().rows, twin.diagnostics().rows, strict=True):
             assert row.step == other.step

@@ -64,6 +64,21 @@ def test_roots_in_threads_are_those_of_one_thread_to_the_last_bit(name, two_thre
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
+@pytest.mark.parametrize("shape", [(9, 8), (8, 9), (9, 8, 9)])
+def test_moments_are_carried_mode_by_mode_whichever_modes_are_large(shape, monkeypatch):
+    """SOAP's second moment ends with the sums of the last mode: in threads or not, that is the same mode."""
+    found = []
+    for least in (1, 9, 100):  # all modes in threads, some, none
+        monkeypatch.setattr(step_module, "_LEAST_IN_THREADS", least)
+        params = parameters(shape, shape)
+        optimizer = SOAP(params, 1e-2, refresh=1, view="modes", method="kronecker")
+        train(optimizer, params, [gradients(shape, 4, seed=i) for i in range(2)])
+        found.append([tensors["tile0.exp_avg_sq"] for tensors in optimizer.state_dict()["state"].values()])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.allclose(one, two, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("name", [*MAKERS, "grafted", "blocks", "momentum"])
 def test_portions_in_threads_give_the_numbers_of_one_stack(name, two_threads, monkeypatch):
     """Also where some members have no gradient, so that a portion has gaps, and where a parameter has several tiles."""

@@ -348,11 +348,29 @@ def solve(due: Sequence[Due]) -> list[Tensor | None]:
 
 
 def carry_over(results: Iterable[tuple[Due, Tensor | None]]) -> None:
-    """Bring moments up to date, when all roots are there: it gains more from a second thread than a decomposition."""
-    single: dict[tuple[Portion, int], list[tuple[int, Tensor]]] = {}
-    for (portion, mode, index), found in results:
+    """Bring moments up to date, when all roots are there: it gains more from a second thread than a decomposition.
+
+    The modes of a block take their turn as given, since its second moment ends with the sums of the last one. So there
+    are rounds, each of modes whose blocks are carried together and then of modes whose blocks are carried in threads.
+    """
+    rounds: list[list[tuple[Due, Tensor]]] = []
+    reached: dict[Portion, tuple[int, bool]] = {}
+    for due, found in results:
         if found is None:
             continue
+        number, after_threads = reached.get(due.portion, (0, False))
+        in_threads_now = due.portion.takes_roots_in_threads(due.mode)
+        number += after_threads and not in_threads_now
+        reached[due.portion] = number, in_threads_now
+        rounds += [[] for _ in range(number + 1 - len(rounds))]
+        rounds[number].append((due, found))
+    for one_round in rounds:
+        _carry_round(one_round)
+
+
+def _carry_round(results: Iterable[tuple[Due, Tensor]]) -> None:
+    single: dict[tuple[Portion, int], list[tuple[int, Tensor]]] = {}
+    for (portion, mode, index), found in results:
         if not portion.takes_roots_in_threads(mode):
             portion.carry(mode, index, found)
             continue
