@@ -184,7 +184,14 @@ def option(name: str, cosine: float, milliseconds: float) -> Option:
 @pytest.mark.parametrize(
     ("options", "tolerance", "least", "chosen", "says"),
     [
-        ([("shampoo2", 0.9, 4.0), ("left", 0.87, 1.0)], 0.05, 0.1, "left", "75 % cheaper than both sides, and 0.03"),
+        (
+            [("shampoo2", 0.9, 4.0), ("left", 0.87, 1.0)],
+            0.05,
+            0.1,
+            "left",
+            "75 % cheaper than both sides, and its cosine is 0.03",
+        ),
+        ([("shampoo2", 0.9, 4.0), ("left", 0.899, 1.0)], 0.05, 0.1, "left", "both sides, and fits as well"),
         ([("shampoo2", 0.9, 4.0), ("left", 0.8, 1.0)], 0.05, 0.1, "shampoo2", "one-sided L would save 75 %"),
         ([("shampoo2", 0.9, 4.0), ("left", 0.8, 1.0)], 0.2, 0.1, "left", "cheaper"),
         ([("shampoo2", 0.9, 4.0), ("left", 0.89, 1.0)], 0.05, 10.0, "shampoo2", "next to nothing"),
@@ -244,3 +251,27 @@ def test_the_page_shows_every_option(tmp_path: Path, opened: Browser) -> None:
     assert opened.console == []
     assert all(address.startswith(("file:", "data:")) for address in opened.requests)
     opened.screenshot(tmp_path / "advice.png")
+
+
+def test_prices_are_those_of_the_plan_so_that_small_layers_are_not_cut_for_nothing() -> None:
+    """What calls cost counts: blocks of small matrices need fewer products and more calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Linear(96, 3)
+    )
+    data = [(torch.randn(24, 32), torch.randint(3, (24,)))]
+    advice = ks.advise(model, nn.CrossEntropyLoss(), data, progress=False)
+    plan = ks.Shampoo(model).explain()
+    assert plan.rate is not None
+    for entry in advice.layers[:-1]:
+        (row,) = [row for row in plan.rows if row.name == entry.layer]
+        prices = {one.name: one.milliseconds for one in entry.options}
+        own = 1e3 * (row.cost + plan.call_cost * row.calls.later) / plan.rate
+        assert prices["shampoo2"] == pytest.approx(own, rel=1e-6), entry.layer
+        assert prices["blocks"] > prices["shampoo2"]
+        assert entry.choice.name != "blocks"
+
+
+def test_a_family_is_a_class() -> None:
+    with pytest.raises(OptionError, match=r"family must be an optimizer's class, such as kronscope.SOAP, got 'soap'"):
+        ks.advise(nn.Linear(2, 2), nn.MSELoss(), [], family="soap")  # type: ignore[arg-type]

@@ -382,3 +382,9 @@ def test_errors_say_what_to_do(
 ) -> None:
     with pytest.raises(error, match=text):
         work(tmp_path)
+
+
+def test_a_model_in_the_optimizer_s_place_is_said() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(OptionError, match=r"an optimizer and a model, in this order; got Linear and SGD"):
+        ks.GradientHistory.attach(model, torch.optim.SGD(model.parameters(), 0.1))  # type: ignore[arg-type]

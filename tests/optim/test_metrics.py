@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from kronscope.kron.roots import Eigh, Ridge, Roots
 from kronscope.optim import SOAP, KLShampoo, Shampoo
@@ -136,3 +137,19 @@ def test_looking_changes_nothing(kind: str) -> None:
     train(plain, others, history(5))
     for one, other in zip(params, others, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
+def test_the_update_ratio_is_that_of_the_last_step_whatever_a_scheduler_did_since(lr: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = Shampoo(model, lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 3 else 0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        before = [row.update_ratio for row in optimizer.diagnostics().rows]
+        scheduler.step()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.0
+    assert [row.update_ratio for row in optimizer.diagnostics().rows] == before
+    assert all(before)

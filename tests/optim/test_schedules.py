@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import math
 from typing import Any
@@ -349,3 +351,14 @@ def test_the_step_that_makes_the_state_takes_fewer_roots_and_a_few_blocks_do_not
     period = kind([nn.Parameter(torch.zeros(2, 2))], 1e-2).param_groups[0]["refresh"].within[0]
     assert 0.7 * 256 / period < taken < 0.95 * 256 / period
     assert at_first([(8, 8)]) == [1 if kind is KLShampoo else 2]
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
+def test_the_schedule_of_the_signature_is_the_one_that_is_used(kind: Any) -> None:
+    """Handing over what the documentation shows as default changes nothing."""
+    shown = inspect.signature(kind).parameters["refresh"].default
+    param = torch.nn.Parameter(torch.zeros(8, 6))
+    (row,) = kind([("a", param)], method="kronecker").explain().rows
+    again = dataclasses.replace(shown)
+    (other,) = kind([("a", param)], method="kronecker", refresh=again).explain().rows
+    assert row.refresh == other.refresh == str(shown)

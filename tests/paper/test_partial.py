@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import kronscope as ks
 from kronscope.errors import RunError
 from kronscope.paper import Experiment, plans, results_so_far, scaled
 from kronscope.paper.training import Event
@@ -44,3 +47,13 @@ def test_what_the_data_cuts_is_said_once() -> None:
     once = scaled("cifar-resnet18").on(digits)
     assert any(cut.startswith("data ") for cut in once.cuts)
     assert once.on(digits).cuts == once.cuts
+
+
+def test_a_watched_run_without_cosines_is_sent_to_its_own_page(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ks.watch(optimizer, model, every=1, path=tmp_path / "run"):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RunError, match=r"watched run without cosines.*kronscope watch .*loss= and data="):
+        results_so_far(tmp_path / "run")

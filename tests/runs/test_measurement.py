@@ -77,7 +77,7 @@ def test_a_folder_with_results_is_never_written_to_again(tmp_path: Path) -> None
     assert run.done
     assert run.config == {"model": "a:b"}
     for name in ("config.json", "results.json"):  # the second: as after somebody removed the first
-        with pytest.raises(RunError, match=r"choose another folder \(--out\)") as raised:
+        with pytest.raises(RunError, match=r"choose another folder \(--out on the") as raised:
             run_measurement(tmp_path / "out", {"model": "a:b"}, _never)
         assert "resume" not in str(raised.value)
         (tmp_path / "out" / name).rename(tmp_path / name)

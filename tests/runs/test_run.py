@@ -327,7 +327,7 @@ def test_a_finished_run_is_not_reopened_where_that_is_not_wanted(tmp_path):
     with Run.start(tmp_path, _CONFIG) as run:
         run.finish()
     Run.start(tmp_path, _CONFIG, resume=True).close()
-    with pytest.raises(RunError, match=r"already holds a run that is finished; choose another folder \(--out\)"):
+    with pytest.raises(RunError, match=r"already holds a run that is finished; choose another folder \(--out on the"):
         Run.start(tmp_path, _CONFIG, resume=True, reopen=False)
 
 

@@ -21,7 +21,7 @@ from kronscope.measures import Results
 from kronscope.measures.measure import measure
 from kronscope.optim import Shampoo, param_groups
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.explain import table
+from kronscope.optim.explain import ExplanationRow, table
 from kronscope.optim.roles import roles_in
 from kronscope.support.callers import callers_level
 from kronscope.support.files import write_json
@@ -200,7 +200,7 @@ def advise(
         tolerance: How much cosine a cheaper option may lose.
         tables: Recommend for embeddings and heads what fits them, too. If not they keep AdamW, as by default: in our
             trials factors helped them only at large learning rates.
-        family: The optimizer whose costs are estimated; None for :class:`Shampoo`.
+        family: The class of the optimizer whose costs are estimated, such as :class:`SOAP`; None for :class:`Shampoo`.
         max_samples: Use only the first samples.
         seed: Of random columns, where there are very many classes.
         forward: ``(model, inputs) -> outputs`` for models with their own conventions.
@@ -226,6 +226,8 @@ def advise(
     """
     if not 0 <= tolerance < 1:
         raise OptionError(f"tolerance must be a number between 0 and 1, got {tolerance!r}.")
+    if family is not None and not callable(family):
+        raise OptionError(f"family must be an optimizer's class, such as kronscope.SOAP, got {family!r}.")
     inner = unwrap(model)
     parameters = dict(inner.named_parameters(remove_duplicate=False))
     chosen, shapes = _asked_for(inner, layers, parameters)
@@ -305,21 +307,25 @@ def _choice_for(role: str, several: tuple[Option, ...], tolerance: float, least:
 def _prices(
     chosen: dict[str, list[Candidate]], parameters: dict[str, nn.Parameter], family: Callable[..., KroneckerOptimizer]
 ) -> dict[str, list[tuple[float, int]]]:
-    """Milliseconds and bytes of each candidate, from the plan of an optimizer that has nothing but shapes."""
-    groups = [
-        {
-            "params": [(f"{name} {place}", torch.empty_like(parameters[name], device="meta").requires_grad_())],
-            # each by itself: candidates must not share a budget
-            "memory_budget": math.inf,
-            **one.options,
-        }
-        for name, several in chosen.items()
-        for place, one in enumerate(several)
-    ]
-    plan = family(groups, lr=1e-3).explain()
-    rate = plan.rate or 1e10
-    rows = iter(plan.rows)
-    return {name: [(1e3 * row.cost / rate, row.bytes) for _, row in zip(s, rows)] for name, s in chosen.items()}  # noqa: B905
+    """Milliseconds and bytes of each candidate, from the plan of an optimizer that has nothing but shapes.
+
+    Equal layers with equal options share what calls cost, as they do in a step.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name, several in chosen.items():
+        for place, one in enumerate(several):
+            # candidates must not share a budget
+            new = {"params": [], "memory_budget": math.inf, **one.options}
+            ghost = torch.empty_like(parameters[name], device="meta").requires_grad_()
+            groups.setdefault(repr(sorted(one.options.items())), new)["params"].append((f"{name} {place}", ghost))
+    plan = family(list(groups.values()), lr=1e-3).explain()
+    rows = {row.name: row for row in plan.rows}
+    unit = 1e3 / (plan.rate or 1e10)
+
+    def price(row: ExplanationRow) -> tuple[float, int]:
+        return unit * (row.cost + plan.call_cost * row.calls.later), row.bytes
+
+    return {name: [price(rows[f"{name} {place}"]) for place in range(len(s))] for name, s in chosen.items()}
 
 
 def _options(results: Results, several: Sequence[Candidate], prices: Sequence[tuple[float, int]]) -> tuple[Option, ...]:
@@ -340,8 +346,9 @@ def _choice(options: Sequence[Option], tolerance: float, least: float) -> tuple[
     near = [one for one in options if one.cosine >= best.cosine - tolerance]
     choice = min(near, key=lambda one: one.milliseconds)
     if best.milliseconds - choice.milliseconds >= max(least, 1e-12):
-        below = best.cosine - choice.cosine
-        return choice, f"{_share(choice, best)} cheaper than {best.title}, and {below:.2f} below it"
+        below = f"{best.cosine - choice.cosine:.2f}"
+        fit = "fits as well" if below == "0.00" else f"its cosine is {below} lower"
+        return choice, f"{_share(choice, best)} cheaper than {best.title}, and {fit}"
     cheaper = [one for one in options if best.milliseconds - one.milliseconds >= max(least, 1e-12)]
     if not cheaper:
         return best, "the best fit; others save next to nothing"

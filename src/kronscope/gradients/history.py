@@ -138,6 +138,11 @@ class GradientHistory:
             OptionError: an argument is out of range, or does not fit the history that is resumed.
             DistributedError: another process called this with other arguments, or did not call it.
         """
+        if not isinstance(model, nn.Module):
+            raise OptionError(
+                f"attach takes an optimizer and a model, in this order; got {type(optimizer).__name__} and "
+                f"{type(model).__name__}."
+            )
         processes = find_processes(distributed)
         processes.barrier("GradientHistory.attach")
         every = None if every is None else count("every", every)

@@ -207,7 +207,7 @@ def _blocks(results: Results, width: int, notes: dict[str, int]) -> Iterator[_Bl
         }
         facts = [f"{rows[0].layer}, {rows[0].rows} × {rows[0].cols}"] if single["layer"] else []
         facts += [f"step {rows[0].step:,}"] if single["step"] else []
-        facts += [f"{max(counts):,} samples"] if single["samples"] else []
+        facts += [f"{max(counts):,} sample{'s' * (counts != {1})}"] if single["samples"] else []
         title = f"Cosine with {condition_title(*condition)}"
         shown, left_out = _shorten(rows)
         form = _wide(shown, single, notes)

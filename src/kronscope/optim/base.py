@@ -136,6 +136,9 @@ class KroneckerOptimizer(InspectedOptimizer):
             number, roots = self._take(active, hypers)
             milliseconds = 1e3 * (time.perf_counter() - started)
             self._progress = Progress(number, milliseconds, roots, sum(rescues.counts.values()))
+            # a scheduler changes them before anybody looks at the step
+            rates = [group["lr"] for group in self.param_groups]
+            self._last_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
             fresh = self._note(rescues.counts)
         for rescue in fresh:
             warnings.warn(rescue.text(self._rescues[rescue]) + _WARNED, RuntimeWarning, stacklevel=callers_level())
@@ -394,6 +397,7 @@ class KroneckerOptimizer(InspectedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, and plan anew; torch also calls this to load a state, which leaves the division of work alone."""
         planned = state.get("layouts", self.__dict__.get("_layouts", {}))
+        self._last_rates = ()
         self._forget_plan()
         is_copy = "ranges" in state
         super().__setstate__({name: value for name, value in state.items() if name not in ("ranges", "layouts")})

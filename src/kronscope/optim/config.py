@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kronscope.errors import OptionError
 from kronscope.kron.roots import CoupledNewton, Eigh, Ridge, RootSolver, WarmQR
-from kronscope.optim.periods import DEFAULT_REFRESH, Adaptive, Budget, Every, Refresh, Schedule, Warmup, parse_refresh
+from kronscope.optim.periods import (
+    DEFAULT_REFRESH,
+    SLOWER_REFRESH,
+    Adaptive,
+    Budget,
+    Every,
+    Refresh,
+    Schedule,
+    Warmup,
+    parse_refresh,
+)
 
 if TYPE_CHECKING:
     from kronscope.optim.rules import Rule
 
 __all__ = [
     "DEFAULT_REFRESH",
+    "SLOWER_REFRESH",
     "DEFAULT_SCALE",
     "EARLY_STEPS",
     "Adaptive",

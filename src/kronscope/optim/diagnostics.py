@@ -38,7 +38,7 @@ class DiagnosticsRow:
         effective_rank: The smallest ``(tr A)² / ‖A‖²`` of a factor, between 1 and its size.
         staleness: Steps since the oldest root was taken.
         residual: How far the stored roots are from those of the present factors.
-        update_ratio: Norm of a step, learning rate included, over the norm of the parameter.
+        update_ratio: Norm of the last step, its learning rate included, over the norm of the parameter.
 
     What does not exist is None: the first three numbers of a parameter without factors, the residual before the first
     root, the ratio where it was not asked for, of a parameter that is zero, whose update needs a gradient that is gone,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -30,6 +30,8 @@ class InspectedOptimizer(PlannedOptimizer):
     _progress: Progress | None = None
     _updates: UpdateLog | None = None
     _rescues: Mapping[Rescue, int] = MappingProxyType({})
+    # the learning rates of the last step, by group; a group that is newer has none
+    _last_rates: Sequence[float | Tensor] = ()
     metrics_every: int = 10
     """Look at updates and gradients at the first step and every so many, for :meth:`metrics`; 0 for never."""
 
@@ -131,9 +133,13 @@ class InspectedOptimizer(PlannedOptimizer):
         """
         self._check_plan()
         names = self._names()
+        groups = [
+            {**group, "lr": self._last_rates[index]} if index < len(self._last_rates) else group
+            for index, group in enumerate(self.param_groups)
+        ]
         entries = [
             (names[param], param, self._share(param), hyper, group)
-            for group in self.param_groups
+            for group in groups
             for hyper in (self._hyper(group),)
             for param in group["params"]
         ]

@@ -14,6 +14,7 @@ from kronscope.errors import OptionError
 from kronscope.kron.roots import SOLVER_MEMBERS, RootSolver
 from kronscope.optim.config import (
     DEFAULT_REFRESH,
+    SLOWER_REFRESH,
     Budget,
     Graft,
     Hyper,
@@ -72,7 +73,7 @@ def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
             f"{', '.join(missing)}; kronscope.kron.roots.RootSolver says what these are."
         )
     refresh, scale = parse_refresh(group["refresh"]), parse_scale(group["scale"])
-    if refresh is DEFAULT_REFRESH:
+    if refresh is DEFAULT_REFRESH or refresh is SLOWER_REFRESH:
         refresh = rule.default_refresh
     every = group["statistics"]
     if every is None:

@@ -14,7 +14,17 @@ from typing import NamedTuple
 
 from kronscope.errors import OptionError
 
-__all__ = ["DEFAULT_REFRESH", "Adaptive", "Budget", "Every", "Refresh", "Schedule", "Warmup", "parse_refresh"]
+__all__ = [
+    "DEFAULT_REFRESH",
+    "SLOWER_REFRESH",
+    "Adaptive",
+    "Budget",
+    "Every",
+    "Refresh",
+    "Schedule",
+    "Warmup",
+    "parse_refresh",
+]
 
 
 def _whole(name: str, value: object, least: int) -> None:
@@ -304,6 +314,8 @@ Refresh = Schedule | Budget
 # as later ones, and a third of all roots in a step hardly makes it twice as long as the mean of the twenty. Roots of
 # one gradient harm if they stay: (1, 7, 12) ends far worse (docs/optimizer-trials.md).
 DEFAULT_REFRESH = Warmup(20, 10, within=(3, 3, 14))
+# The same for families whose first roots can wait, or cost more.
+SLOWER_REFRESH = Warmup(20, 10, within=(4, 4, 12))
 
 
 def parse_refresh(value: object) -> Refresh:

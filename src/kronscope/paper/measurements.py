@@ -277,7 +277,13 @@ def results_so_far(folder: str | os.PathLike[str]) -> Results:
     path = Path(folder)
     if (path / "results.json").exists():
         return Results.load(path / "results.json")
-    found = collect(Run.open(path)) if (path / "config.json").exists() else None
+    run = Run.open(path) if (path / "config.json").exists() else None
+    found = None if run is None else collect(run)
+    if found is None and run is not None and run.config.get("command") == "watch":
+        raise RunError(
+            f"{path} is a watched run without cosines, which a report is made of. See it with 'kronscope watch {path}', "
+            "or hand loss= and data= to ks.watch, next time."
+        )
     if found is None:
         raise RunError(
             f"{path} has no results yet: there is no results.json and no measurement. If it is a run's folder, "

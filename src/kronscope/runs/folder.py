@@ -59,7 +59,7 @@ def take_lock(folder: Path) -> FileLock:
         ) from error
     except OSError as error:
         where = error.filename if error.errno == errno.ELOOP else f"Could not write to {folder}"
-        raise RunError(f"{where}: {error.strerror}; choose another folder (--out).") from error
+        raise RunError(f"{where}: {error.strerror}; choose another folder (--out on the command line).") from error
 
 
 def check_free(folder: Path) -> None:
@@ -69,12 +69,12 @@ def check_free(folder: Path) -> None:
         RunError: It holds a run, or what is left of one.
     """
     if (folder / "config.json").exists():
-        raise RunError(f"{folder} already holds a run; choose another folder (--out), or remove this one first.")
+        raise RunError(f"{folder} already holds a run; choose another folder (--out on the command line), or remove this one first.")
     remains = [name for name in KEPT if (folder / name).exists()]
     if remains:
         raise RunError(
             f"{folder} has {', '.join(remains)} of another run but no config.json; "
-            f"remove them, or choose another folder (--out)."
+            f"remove them, or choose another folder (--out on the command line)."
         )
 
 

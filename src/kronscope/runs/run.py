@@ -126,17 +126,17 @@ class Run:
         if not resume:
             raise RunError(
                 f"{folder} already holds a {'finished ' if found.done else ''}run; go on with it "
-                f"(resume=True, --resume) or choose another folder (--out)."
+                f"(resume=True, --resume) or choose another folder (--out on the command line)."
             )
         if found.done and not reopen:
             raise RunError(
-                f"{folder} already holds a run that is finished; choose another folder (--out), or remove this one first."
+                f"{folder} already holds a run that is finished; choose another folder (--out on the command line), or remove this one first."
             )
         changed = differences(found.config, config)
         if changed:
             raise RunError(
                 f"{folder} holds a run with another configuration: {'; '.join(changed)}. "
-                f"Ask for the same, or choose another folder (--out)."
+                f"Ask for the same, or choose another folder (--out on the command line)."
             )
         return cls.open(folder, resume=True, lacks=lacks)
 

@@ -17,7 +17,7 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, positive_power
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, DEFAULT_SCALE, Graft, Hyper, Norm, Refresh, Trace, Warmup
+from kronscope.optim.config import DEFAULT_SCALE, SLOWER_REFRESH, Graft, Hyper, Norm, Refresh, Trace
 from kronscope.optim.grafts import all_true, block_norms
 from kronscope.optim.reference import times
 from kronscope.optim.rules import register
@@ -48,7 +48,7 @@ class KLRule(RootRule):
     # its whitening uses the roots that precondition, which are inverse square roots
     fixed: ClassVar[Mapping[str, object]] = {"exponent": -0.5, "power_rounds": 1}
     # a quarter of the first roots in a step, which is then not much longer than the others
-    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(4, 4, 12))
+    default_refresh: ClassVar[Refresh] = SLOWER_REFRESH
     # whitening and Gram matrices are more than half of a step, and one gradient in two does as well
     default_statistics: ClassVar[int] = 2
 
@@ -177,7 +177,7 @@ class KLShampoo(KroneckerOptimizer):
         weight_decay: float = 0.0,
         *,
         scale: str | Trace | Graft | Norm | None = DEFAULT_SCALE,
-        refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
+        refresh: int | Literal["auto"] | Refresh = SLOWER_REFRESH,
         damping: float = 1e-4,
         start: float = 1,
         statistics: int | None = None,

@@ -17,7 +17,7 @@ from kronscope.optim.advice import with_advice
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.block_math import add_gram, batched_times, short_inside
 from kronscope.optim.block_state import Tensors
-from kronscope.optim.config import DEFAULT_REFRESH, Hyper, Norm, Refresh, Warmup
+from kronscope.optim.config import SLOWER_REFRESH, Hyper, Norm, Refresh
 from kronscope.optim.reference import update_in_bases, with_sums, with_unseen
 from kronscope.optim.rules import Moments, Rule, register
 from kronscope.optim.rules.bases import EigenbasisRule
@@ -45,7 +45,7 @@ class SoapRule(EigenbasisRule):
 
     carries = True
     # its first bases can wait a few steps: until then it is Adam
-    default_refresh: ClassVar[Refresh] = Warmup(20, 10, within=(4, 4, 12))
+    default_refresh: ClassVar[Refresh] = SLOWER_REFRESH
     # bases change slowly, and its second moment sees every gradient
     default_statistics: ClassVar[int] = 2
     has_own_length: ClassVar[bool] = True
@@ -171,7 +171,7 @@ class SOAP(KroneckerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        refresh: int | Literal["auto"] | Refresh = DEFAULT_REFRESH,
+        refresh: int | Literal["auto"] | Refresh = SLOWER_REFRESH,
         scale: str | Norm | None = None,
         statistics: int | None = None,
         block_size: float | None = None,
