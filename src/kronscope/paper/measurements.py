@@ -281,8 +281,8 @@ def results_so_far(folder: str | os.PathLike[str]) -> Results:
     found = None if run is None else collect(run)
     if found is None and run is not None and run.config.get("command") == "watch":
         raise RunError(
-            f"{path} is a watched run without cosines, which a report is made of. See it with 'kronscope watch {path}', "
-            "or hand loss= and data= to ks.watch, next time."
+            f"{path} is a watched run without cosines, which a report is made of: see it with 'kronscope watch', "
+            "or hand loss= and data= to ks.watch next time."
         )
     if found is None:
         raise RunError(
