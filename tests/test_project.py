@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kronscope
 from tests.contents import sdist_problems, wheel_problems
@@ -106,3 +107,11 @@ def test_wheel_and_sdist_contain_the_sources_and_nothing_else(tmp_path: Path) ->
     assert wheel_problems(Path(wheel), untracked=True) == [
         f"{Path(wheel).name} should not contain kronscope/left_over.txt"
     ]
+
+
+# at import, as for the parameters of tests
+_DRAWN = torch.rand(3)
+
+
+def test_what_modules_draw_when_they_are_imported_is_the_same_in_every_run() -> None:
+    assert torch.equal(_DRAWN, torch.rand(3, generator=torch.Generator().manual_seed(0)))
