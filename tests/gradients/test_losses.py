@@ -198,3 +198,12 @@ CE, MSE, BCE = (read_loss(kind()) for kind in (nn.CrossEntropyLoss, nn.MSELoss, 
 def test_labels_that_do_not_fit(loss: OutputLoss, outputs: tuple[int, ...], targets: Tensor, words: str) -> None:
     with pytest.raises(LabelError, match=words):
         loss.check(torch.zeros(outputs), targets)
+
+
+def test_several_labels_a_sample_are_not_silently_class_probabilities() -> None:
+    several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    assert "BCEWithLogitsLoss" in CE.doubt(several)
+    assert not CE.doubt(torch.eye(3)[:2])  # one label each
+    assert not CE.doubt(0.9 * several)
+    assert not CE.doubt(torch.tensor([0, 2]))
+    assert not BCE.doubt(several)

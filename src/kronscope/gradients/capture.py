@@ -84,6 +84,7 @@ class Recorder:
         exact_columns: Columns per sample that exact labels need.
         specs: The layers that are captured.
         unreached: Names of layers that were left out.
+        doubt: Why another loss may be meant, if so.
 
     Raises:
         DataError: The data cannot be used.
@@ -144,6 +145,7 @@ class Recorder:
         assert probe is not None
         plain = Batch(map_tensors(lambda t: t.detach().cpu(), probe.inputs), probe.targets.detach().cpu(), probe.first)
         self._probe_batch = processes.broadcast_object(plain)
+        self.doubt: str = self._loss.doubt(self._probe_batch.targets)
         self._probe_size: int = _entries_per_sample(self._probe_batch)
         self._routes: Routes = self._choose(specs, backend, skip_unreached)
         self.unreached: tuple[str, ...] = tuple(self._routes.unreached)

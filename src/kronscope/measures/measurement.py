@@ -238,6 +238,8 @@ class Measurement:
             self.facts["processes"] = recorder.processes.world_size
         if recorder.unreached:
             self._say([f"left out, the loss does not depend on them: {', '.join(recorder.unreached)}"])
+        if recorder.doubt:
+            self._say([recorder.doubt])
         self.choice = TruthColumns(self.options, recorder, parameters)
         self.columns = CallColumns(self.options, self.choice.first())
         if self.options.whole_model:

@@ -91,6 +91,9 @@ class OutputLoss(Protocol):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise LabelError if targets do not fit the outputs."""
 
+    def doubt(self, targets: Tensor) -> str:
+        """Why another loss may be meant for targets that fit, or nothing."""
+
     def terms(self, targets: Tensor) -> int:
         """The number of terms the loss sums over, in the sample with most of them."""
 

@@ -119,6 +119,16 @@ class CrossEntropy:
                 "targets.softmax(1)."
             )
 
+    def doubt(self, targets: Tensor) -> str:
+        """Several ones for a sample are labels of another loss more often than weights of classes."""
+        labels = targets.sum(1) if targets.is_floating_point() else targets.new_zeros(1)
+        if not bool((labels > 1).any() and ((targets == 0) | (targets == 1)).all()):
+            return ""
+        return (
+            "the targets are zeros and ones, several ones for a sample: cross-entropy takes them as weights of the "
+            "classes; if a sample has several labels, the loss is BCEWithLogitsLoss (bce)"
+        )
+
     def terms(self, targets: Tensor) -> int:
         """Tokens that count."""
         if targets.is_floating_point():

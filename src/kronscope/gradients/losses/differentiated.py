@@ -80,6 +80,10 @@ class DifferentiatedLoss:
                 "(forward=...) and use nn.CrossEntropyLoss."
             )
 
+    def doubt(self, targets: Tensor) -> str:
+        """None."""
+        return ""
+
     def terms(self, targets: Tensor) -> int:
         """Taken as one."""
         return 1

@@ -28,6 +28,10 @@ class SquaredError:
         """Raise LabelError unless targets are shaped like the outputs."""
         _check_same_shape("MSELoss", outputs, targets)
 
+    def doubt(self, targets: Tensor) -> str:
+        """None."""
+        return ""
+
     def terms(self, targets: Tensor) -> int:
         """Outputs of a sample."""
         return math.prod(targets.shape[1:])
@@ -99,6 +103,10 @@ class BinaryCrossEntropy:
         wrong = ~((targets >= 0) & (targets <= 1))
         if bool(wrong.any()):
             raise LabelError(f"BCEWithLogitsLoss needs targets in [0, 1], got {targets[wrong][0].item()}.")
+
+    def doubt(self, targets: Tensor) -> str:
+        """None."""
+        return ""
 
     def terms(self, targets: Tensor) -> int:
         """Outputs of a sample."""
