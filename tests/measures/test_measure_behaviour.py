@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kronscope as ks
-from kronscope.errors import MemoryBudgetError, ModelError
+from kronscope.errors import LabelError, MemoryBudgetError, ModelError
 from kronscope.testing import oracle
 from tests.gradients import zoo
 from tests.measures.small import SHAMPOOS, assert_same, cosines_of, measure, mlp
@@ -455,3 +455,8 @@ def test_several_labels_a_sample_are_noted_once() -> None:
         results = ks.measure(model, nn.CrossEntropyLoss(), batches, progress=False)
     assert len(caught) == 1
     assert any("BCEWithLogitsLoss" in note for note in results.settings["notes"])
+
+
+def test_targets_that_do_not_fit_are_refused_in_words_whatever_their_shape() -> None:
+    with pytest.raises(LabelError, match="integers"):
+        ks.measure(nn.Linear(4, 3), nn.CrossEntropyLoss(), [(torch.randn(4, 4), torch.ones(4))], progress=False)

@@ -145,9 +145,9 @@ class Recorder:
         assert probe is not None
         plain = Batch(map_tensors(lambda t: t.detach().cpu(), probe.inputs), probe.targets.detach().cpu(), probe.first)
         self._probe_batch = processes.broadcast_object(plain)
-        self.doubt: str = self._loss.doubt(self._probe_batch.targets)
         self._probe_size: int = _entries_per_sample(self._probe_batch)
         self._routes: Routes = self._choose(specs, backend, skip_unreached)
+        self.doubt: str = self._loss.doubt(self._probe_batch.targets)
         self.unreached: tuple[str, ...] = tuple(self._routes.unreached)
         self.specs: tuple[LayerSpec, ...] = tuple(spec for spec in specs if spec.name in self._routes.by_layer)
         outputs = self._routes.outputs
