@@ -24,7 +24,7 @@ import torch
 import typer
 
 import kronscope
-from kronscope import approx, cli, errors
+from kronscope import approx, cli, errors, optim
 from kronscope.approx import registry
 from kronscope.measures.rows import COLUMNS
 
@@ -171,6 +171,16 @@ def test_the_table_of_approximations_is_the_registry() -> None:
         assert item.title in line, f"the line of {item.name} does not say its title, {item.title}"
         for option in inspect.signature(type(item)).parameters:
             assert f"`{option}" in line, f"the line of {item.name} does not mention its option {option}"
+
+
+def test_the_table_of_options_has_the_defaults_of_shampoo() -> None:
+    text = (DOCS / "optimizers.md").read_text(encoding="utf-8")
+    table = text.split("| option | default | meaning |")[1].split("\n\n")[0].splitlines()[2:]
+    parameters = inspect.signature(optim.Shampoo).parameters
+    for line in table:
+        names, default, _ = line.strip("| ").split(" | ", 2)
+        for name in re.findall(r"`(\w+)", names):
+            assert eval(default.strip("`"), dict(vars(optim))) == parameters[name].default, name
 
 
 def test_the_columns_of_results_are_all_explained() -> None:
