@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kronscope as ks
-from kronscope.curvature import FormPlan, SecondMoment, chunks, pairs, second_moment
+from kronscope.curvature import FormPlan, SecondMoment, chunks, pairs, passes
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
 from kronscope.gradients import stream as streams_module
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
@@ -279,7 +279,7 @@ def test_every_plan_gives_the_same(
     recipe = StreamRecipe("shared", (3, 4), samples=6, columns=2, positions=positions, cuts=(2,))
     H = oracle.second_moment(recipe.build())
     plan = FormPlan(gram, contraction, (0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(second_moment, "plan_form", lambda *_: plan)
+    monkeypatch.setattr(passes, "plan_form", lambda *_: plan)
     for cuts in ((2,), ()):
         stream = replace(recipe, cuts=cuts).build()
         check(lazy(stream), H, 0)

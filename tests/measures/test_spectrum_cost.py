@@ -18,7 +18,7 @@ def test_two_values_beyond_the_first_are_there_unless_each_costs_several_times_t
 ) -> None:
     grads = torch.randn(40, 4, 5, dtype=torch.float64)
     stream = ks.GradientStream.from_tensors(grads)
-    each = curves._USUAL_PASSES * ks.SecondMoment(stream).contraction_cost()
+    each = curves._USUAL_PASSES * ks.SecondMoment(stream).passes.contraction_cost()
     monkeypatch.setattr(curves, "_SPECTRUM_OPERATIONS", paid * each)
     values = kronecker_spectrum(stream, asked)
     dense = torch.einsum("kim,kjn->ijmn", grads, grads).reshape(16, 25) / 40

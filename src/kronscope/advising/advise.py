@@ -21,7 +21,7 @@ from kronscope.measures import Results
 from kronscope.measures.measure import measure
 from kronscope.optim import Shampoo, param_groups
 from kronscope.optim.base import KroneckerOptimizer
-from kronscope.optim.explain import ExplanationRow, table
+from kronscope.optim.explain import table
 from kronscope.optim.roles import roles_in
 from kronscope.support.callers import callers_level
 from kronscope.support.files import write_json
@@ -319,13 +319,9 @@ def _prices(
             ghost = torch.empty_like(parameters[name], device="meta").requires_grad_()
             groups.setdefault(repr(sorted(one.options.items())), new)["params"].append((f"{name} {place}", ghost))
     plan = family(list(groups.values()), lr=1e-3).explain()
-    rows = {row.name: row for row in plan.rows}
     unit = 1e3 / (plan.rate or 1e10)
-
-    def price(row: ExplanationRow) -> tuple[float, int]:
-        return unit * (row.cost + plan.call_cost * row.calls.later), row.bytes
-
-    return {name: [price(rows[f"{name} {place}"]) for place in range(len(s))] for name, s in chosen.items()}
+    prices = {row.name: (unit * plan.row_cost(row), row.bytes) for row in plan.rows}
+    return {name: [prices[f"{name} {place}"] for place in range(len(several))] for name, several in chosen.items()}
 
 
 def _options(results: Results, several: Sequence[Candidate], prices: Sequence[tuple[float, int]]) -> tuple[Option, ...]:

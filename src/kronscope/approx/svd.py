@@ -125,7 +125,7 @@ def singular_triples(
     kernels = moment.kernels()
     if moment.trace() == 0:
         return _nothing(moment)
-    tolerance = max(tolerance, moment.rounding())
+    tolerance = max(tolerance, moment.passes.rounding())
     if kernels is not None and rank == 1 and start is None:
         found = _in_kernel_space(moment, kernels, tolerance, max_rounds)
         if found.residual <= _accepted(tolerance):

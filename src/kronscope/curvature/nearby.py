@@ -99,7 +99,7 @@ def nearby(moment: SecondMoment) -> Nearby | None:
         moment: The matrix.
     """
     stream = moment.stream
-    if stream.processes.world_size > 1 or stream.random_columns or moment.contraction_cost() < _WORTH:
+    if stream.processes.world_size > 1 or stream.random_columns or moment.passes.contraction_cost() < _WORTH:
         return None
     if not all(safe_in_float32(atoms) for atoms in stream):
         return None

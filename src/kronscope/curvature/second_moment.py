@@ -3,9 +3,10 @@ r"""The second-moment matrix of a gradient stream and everything that can be sai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ from kronscope.curvature.chunks import (
     bounded,
     chunks_from,
     combined,
-    formed,
     own_gram,
     products,
     rotated_squares,
 )
 from kronscope.curvature.columns import all_column_pairs, column_forms
-from kronscope.curvature.forms import CONTRACTIONS, FormPlan, plan_form
+from kronscope.curvature.forms import FormPlan
 from kronscope.curvature.leading import TOLERANCE, largest_eigenvalue
-from kronscope.curvature.middles import Matrix, Middles, Spanned
-from kronscope.curvature.pairs import assembled_kernels, pair_squares, safe_in_float32
+from kronscope.curvature.middles import Matrix, Spanned
+from kronscope.curvature.pairs import assembled_kernels, pair_squares
+from kronscope.curvature.passes import Passes
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
-from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import (
     Diagonal,
@@ -37,9 +38,6 @@ from kronscope.kron import (
     KroneckerSum,
     Operator,
     PsdFactor,
-    is_symmetric,
-    mode_gram,
-    positions_gram,
 )
 from kronscope.kron.workspace import work_bytes
 
@@ -50,12 +48,8 @@ _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
 # Squared norms below this have lost digits.
 _TINY = 1e-290
-# Contractions in float32 are known to about this, relative to the largest of them.
-_NARROW_ROUNDING = 1e-6
 # The whole matrix of a small layer may take so much while its norm is computed.
 _SMALL_BYTES = 32 << 20
-
-_T = TypeVar("_T")
 
 
 def out_of_range(trace: float) -> str:
@@ -97,7 +91,7 @@ class SecondMoment:
 
     def __init__(self, stream: GradientStream, *, narrow: bool = False) -> None:
         self.stream = stream
-        self._narrow = narrow
+        self.passes = Passes(stream, narrow=narrow)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,7 +107,7 @@ class SecondMoment:
             # the trace of either factor; the smaller one is the cheaper
             return float(self._contract(0 if self.shape[0] <= self.shape[1] else 1, None).diagonal().sum())
 
-        return self._once("trace", compute)
+        return self.passes.once("trace", compute)
 
     def norm(self) -> float:
         r"""Return the norm: :math:`\|H\|_F^2 = \sum_{ij} w_i w_j \sum_{cd}\langle G_{ic}, G_{jd}\rangle^2`."""
@@ -145,7 +139,7 @@ class SecondMoment:
                 raise DataError(f"{out_of_range(self.trace())}.")
             return found
 
-        return self._once("norm_squared", checked)
+        return self.passes.once("norm_squared", checked)
 
     def pair_sums(self, groups: Tensor | None = None) -> Tensor:
         r"""Sum :math:`w_i w_j S_{ij}` over pairs of samples, by the groups the two samples belong to.
@@ -175,7 +169,7 @@ class SecondMoment:
             over_pairs(lambda: chunks_from(self.stream, factored=factored), add, self.stream.processes)
             return out
 
-        return self._summed(local, (count, count))
+        return self.passes.summed(local, (count, count))
 
     def own_sums(self, *, same_column: bool = False) -> Tensor:
         r"""Return :math:`w_i^2 \sum_{cd}\langle G_{ic}, G_{id}\rangle^2` (N,), the pairs a sample makes with itself.
@@ -185,7 +179,7 @@ class SecondMoment:
         """
 
         def local() -> Iterator[tuple[Tensor, Tensor]]:
-            for atoms in self._chunks():
+            for atoms in self.passes.chunks():
                 for part in bounded(atoms):
                     grams = own_gram(part)
                     if same_column:
@@ -201,7 +195,7 @@ class SecondMoment:
         r"""Return :math:`\langle G_{ic}, A\, G_{ic} B\rangle` (N, c) for symmetric A and B, by default identities."""
 
         def local() -> Iterator[tuple[Tensor, Tensor]]:
-            sides = zip(self._with_middles(0, left), self._with_middles(1, right), strict=True)
+            sides = zip(self.passes.with_middles(0, left), self.passes.with_middles(1, right), strict=True)
             for (atoms, rows), (_, cols) in sides:
                 yield atoms.samples, column_forms(atoms, rows, cols, left, right)
 
@@ -217,9 +211,11 @@ class SecondMoment:
         """
 
         def compute() -> tuple[Tensor, Tensor]:
-            return all_column_pairs(self.stream, factored=self.plan().gram == "factored", narrow=self._in_float32())
+            return all_column_pairs(
+                self.stream, factored=self.plan().gram == "factored", narrow=self.passes.in_float32()
+            )
 
-        return self._once("column_pairs", compute)
+        return self.passes.once("column_pairs", compute)
 
     def distinct_sums(self) -> Tensor:
         r"""Return :math:`g_{ic}^\top H g_{ic}` (N, c) as it is in expectation over the random columns.
@@ -255,32 +251,16 @@ class SecondMoment:
             vectors: :math:`V` (m or n, r); products with them are shared with those of a :class:`Spanned` matrix.
             other: :math:`R`, or :math:`L` for ``mode`` 1; symmetric.
         """
-
-        def local() -> Tensor:
-            total = torch.zeros(vectors.shape[1], vectors.shape[1], dtype=torch.float64)
-            middles = self._once("middles", self._new_middles)
-            pairs = zip(
-                middles.moved(self._ready, mode, vectors), middles.of(self._ready, 1 - mode, other), strict=True
-            )
-            for (atoms, moved), (_, middle) in pairs:
-                if isinstance(atoms, FactoredAtoms):
-                    gram = positions_gram(moved, middle, atoms.weights)
-                else:
-                    whole = self._chunk_contraction(atoms, middle, mode, other, symmetric=True)
-                    gram = vectors.T.to(whole) @ whole @ vectors.to(whole)
-                total = total.to(gram.device) + gram
-            return total
-
-        return self._summed(local, (vectors.shape[1],) * 2)
+        return self.passes.within(mode, vectors, other)
 
     def factors(self) -> tuple[PsdFactor, PsdFactor]:
         """Return Shampoo's two factors, :meth:`left` and :meth:`right` of the identity, as shared objects."""
 
         def compute() -> tuple[PsdFactor, PsdFactor]:
-            narrow = self._in_float32()
+            narrow = self.passes.in_float32()
             return PsdFactor(self._contract(0, None), narrow=narrow), PsdFactor(self._contract(1, None), narrow=narrow)
 
-        return self._once("factors", compute)
+        return self.passes.once("factors", compute)
 
     def matvec(self, V: Tensor) -> Tensor:
         r"""Return H times a vector, both as matrices: :math:`\sum w\, \langle G, V\rangle G` for ``V`` (..., m, n)."""
@@ -293,12 +273,12 @@ class SecondMoment:
 
         def local() -> Tensor:
             out = torch.zeros_like(vectors)
-            for part in self._ready():
-                at = units.to(part.weights.device, torch.float32 if self._in_float32() else torch.float64)
+            for part in self.passes.ready():
+                at = units.to(part.weights.device, torch.float32 if self.passes.in_float32() else torch.float64)
                 out += products(part, at).to(out)
             return out
 
-        images: Tensor = self._summed(local, vectors.shape) * sizes
+        images: Tensor = self.passes.summed(local, vectors.shape) * sizes
         return images.view(V.shape)
 
     def leading_eigenvalue(self, tolerance: float = TOLERANCE) -> float:
@@ -316,34 +296,31 @@ class SecondMoment:
         def start() -> Tensor:
             # gradients added up with random signs have most of the directions that H is largest in
             out = torch.zeros(self.shape, dtype=torch.float64)
-            for atoms in self._chunks():
-                for part in bounded(atoms):
-                    generator = torch.Generator().manual_seed(int(part.samples[0]))
-                    signs = torch.randn(len(part.weights), part.columns, generator=generator, dtype=torch.float64)
-                    signs = signs.to(part.weights.device) * part.weights.sqrt()[:, None]
-                    out += combined(part.wide(), signs.unsqueeze(0))[0].to(out)
+            for part in self.passes.wide_parts():
+                generator = torch.Generator().manual_seed(int(part.samples[0]))
+                signs = torch.randn(len(part.weights), part.columns, generator=generator, dtype=torch.float64)
+                signs = signs.to(part.weights.device) * part.weights.sqrt()[:, None]
+                out += combined(part, signs.unsqueeze(0))[0].to(out)
             return out
 
         def compute() -> float:
-            return largest_eigenvalue(self.matvec, self._summed(start, self.shape), tolerance)
+            return largest_eigenvalue(self.matvec, self.passes.summed(start, self.shape), tolerance)
 
-        return self._once(("leading eigenvalue", tolerance), compute)
+        return self.passes.once(("leading eigenvalue", tolerance), compute)
 
     def mean(self) -> Tensor:
         r"""Return the mean gradient :math:`\bar G = \sum_i w_i G_i` (m, n); label draws are averaged."""
 
         def local() -> Tensor:
             total = torch.zeros(self.shape, dtype=torch.float64)
-            for atoms in self._chunks():
+            for part in self.passes.whole_parts():
                 # D draws are D columns scaled by D^-1/2; their mean needs D^-1
-                scale = atoms.columns**-0.5 if self.stream.draws else 1.0
-                for part in bounded(atoms, forming=True):
-                    wide = part.wide().dense()
-                    summed = (wide.grads * wide.weights.view(-1, 1, 1, 1)).sum((0, 1))
-                    total = total.to(summed.device) + scale * summed
+                scale = part.columns**-0.5 if self.stream.draws else 1.0
+                summed = (part.grads * part.weights.view(-1, 1, 1, 1)).sum((0, 1))
+                total = total.to(summed.device) + scale * summed
             return total
 
-        return self._once("mean", lambda: self._summed(local, self.shape)).clone()
+        return self.passes.once("mean", lambda: self.passes.summed(local, self.shape)).clone()
 
     def table(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         r"""Return :math:`\Lambda_{ij} = \sum w\, (Q_L^\top G Q_R)_{ij}^2` (m, n), the diagonal of H in an eigenbasis.
@@ -357,16 +334,18 @@ class SecondMoment:
             total = torch.zeros(self.shape, dtype=torch.float64)
             # an optimizer's bases may be float32
             wide = [basis if basis is None else basis.double() for basis in (left, right)]
-            for atoms in self._chunks():
-                for part in bounded(atoms):
-                    squares = rotated_squares(part.wide(), *wide)
-                    total = total.to(squares.device) + squares
+            for part in self.passes.wide_parts():
+                squares = rotated_squares(part, *wide)
+                total = total.to(squares.device) + squares
             return total
 
         def compute() -> tuple[Tensor, Any]:
-            return self._summed(local, self.shape), (left, right)  # the bases are kept so that their ids stay theirs
+            return self.passes.summed(local, self.shape), (
+                left,
+                right,
+            )  # the bases are kept so that their ids stay theirs
 
-        return self._once(("table", id(left), id(right)), compute)[0].clone()
+        return self.passes.once(("table", id(left), id(right)), compute)[0].clone()
 
     def inner(self, op: Operator) -> float:
         r"""Return the inner product with an operator, :math:`\langle H, K\rangle_F = \sum w \langle G, K(G)\rangle`."""
@@ -389,14 +368,12 @@ class SecondMoment:
 
         def local() -> Tensor:
             total = 0.0
-            for atoms in self._chunks():
-                for part in bounded(atoms, forming=True):
-                    wide = part.wide().dense()
-                    products = (wide.grads * op.apply(wide.grads)).sum((1, 2, 3))
-                    total += float(products @ wide.weights)
+            for part in self.passes.whole_parts():
+                products = (part.grads * op.apply(part.grads)).sum((1, 2, 3))
+                total += float(products @ part.weights)
             return torch.tensor(total, dtype=torch.float64)
 
-        return float(self._summed(local, ()))
+        return float(self.passes.summed(local, ()))
 
     def to_dense(self) -> Tensor:
         """Return the whole mn x mn matrix.
@@ -413,11 +390,13 @@ class SecondMoment:
 
         def local() -> Tensor:
             dense = torch.zeros(size, size, dtype=torch.float64)
-            for grads, weights in self._flat():
+            for part in self.passes.whole_parts():
+                grads = part.grads.flatten(2).flatten(0, 1)
+                weights = part.weights.repeat_interleave(part.columns)
                 dense = dense.to(grads.device) + grads.T @ (grads * weights[:, None])
             return dense
 
-        return self._summed(local, (size, size))
+        return self.passes.summed(local, (size, size))
 
     def reweighted(self, weights: Tensor) -> SecondMoment:
         """Return the matrix of the same gradients with other weights (N,); what does not depend on weights is kept."""
@@ -462,122 +441,27 @@ class SecondMoment:
             # with fewer samples than it takes to fill a factor, N-vectors are also the smaller space
             return assembled_kernels(chunks) if plain else None
 
-        return self._once("kernels", compute)
+        return self.passes.once("kernels", compute)
 
     def plan(self) -> FormPlan:
         """Say whether gradients are used as factors or as whole matrices, and which costs decided it."""
+        return self.passes.plan()
 
-        def compute() -> FormPlan:
-            positions, columns = self._first_sizes()
-            if not positions:
-                return FormPlan("dense", "dense", (math.inf, 0.0, math.inf, 0.0))
-            return plan_form(self.shape, positions, columns, self.stream.num_samples)
-
-        return self._once("plan", compute)
-
-    def contraction_cost(self) -> float:
-        """Estimate the multiply-adds of one contraction with a factor."""
-        (m, n), plan = self.shape, self.plan()
-        if plan.contraction == "factored":
-            return plan.costs[2] / CONTRACTIONS
-        return float(self.stream.num_samples * self.stream.columns * m * n * (m + n))
-
-    def rounding(self) -> float:
-        """The relative size of what rounding leaves in contractions, where it is far above that of float64; else 0."""
-        return _NARROW_ROUNDING if self._in_float32() else 0.0
+    def _contract(self, mode: int, other: Matrix | None) -> Tensor:
+        if other is None:
+            known = (self.stream.known.left, self.stream.known.right)[mode]
+            whole = partial(self.passes.contraction, mode, None)
+            return self.passes.once(("gram", mode), whole) if known is None else known
+        size = self.shape[1 - mode]
+        if other.shape != (size, size):
+            side = "left needs R" if mode == 0 else "right needs L"
+            raise ShapeError(f"{side} of shape ({size}, {size}), got {tuple(other.shape)}.")
+        return self.passes.contraction(mode, other if isinstance(other, Spanned) else other.double())
 
     def _has_few_entries(self) -> bool:
         """Whether the matrix has fewer rows than there are gradients, so that it costs less than all their pairs."""
         size = self.shape[0] * self.shape[1]
         return size < self.stream.num_samples * self.stream.columns and 8 * size**2 <= work_bytes(_SMALL_BYTES)
-
-    def _first_sizes(self) -> tuple[int, int]:
-        """Positions (0 for whole gradients) and columns of the first chunk, on whichever process that is."""
-        processes = self.stream.processes
-        with processes.failing_together():
-            first = next(iter(self.stream), None)
-        found = None if first is None else (0 if isinstance(first, DenseAtoms) else first.positions, first.columns)
-        every = processes.all_gather_object(found)
-        sizes = next((sizes for sizes in every if sizes is not None), None)
-        if sizes is None:
-            raise DataError("the stream has no atoms.")
-        return sizes
-
-    def _summed(self, local: Callable[[], Tensor], shape: Sequence[int]) -> Tensor:
-        """Sum over processes; the plan is made first, since they make it together."""
-        self.plan()
-        return self.stream.summed(local, shape)
-
-    def _once(self, key: object, compute: Callable[[], _T]) -> _T:
-        if key not in self.stream.memo:
-            self.stream.memo[key] = compute()
-        value: _T = self.stream.memo[key]
-        return value
-
-    def _chunks(self) -> Iterator[Atoms]:
-        """Iterate the chunks in the form planned for contractions."""
-        return iter(self.stream) if self.plan().contraction == "factored" else formed(self.stream)
-
-    def _contract(self, mode: int, other: Matrix | None) -> Tensor:
-        if other is None:
-            known = (self.stream.known.left, self.stream.known.right)[mode]
-            return self._once(("gram", mode), lambda: self._contraction(mode, None)) if known is None else known
-        size = self.shape[1 - mode]
-        if other.shape != (size, size):
-            side = "left needs R" if mode == 0 else "right needs L"
-            raise ShapeError(f"{side} of shape ({size}, {size}), got {tuple(other.shape)}.")
-        return self._contraction(mode, other if isinstance(other, Spanned) else other.double())
-
-    def _contraction(self, mode: int, other: Matrix | None) -> Tensor:
-        return self._summed(lambda: self._own_contraction(mode, other), (self.shape[mode],) * 2)
-
-    def _own_contraction(self, mode: int, other: Matrix | None) -> Tensor:
-        total = torch.zeros(self.shape[mode], self.shape[mode], dtype=torch.float64)
-        symmetric = isinstance(other, Spanned) or is_symmetric(other)
-        for atoms, middle in self._with_middles(1 - mode, other):
-            gram = self._chunk_contraction(atoms, middle, mode, other, symmetric=symmetric)
-            total = total.to(gram.device) + gram
-        return total
-
-    def _chunk_contraction(
-        self, atoms: Atoms, middle: Tensor, mode: int, other: Matrix | None, *, symmetric: bool
-    ) -> Tensor:
-        if isinstance(atoms, FactoredAtoms):
-            kept = (atoms.row_factors, atoms.col_factors)[mode]
-            return positions_gram(kept, middle, atoms.weights, symmetric=symmetric)
-        weights = atoms.weights.repeat_interleave(atoms.columns)
-        formed_other = other.matrix() if isinstance(other, Spanned) else other
-        middle_matrix = None if formed_other is None else formed_other.to(atoms.grads)
-        return mode_gram(atoms.grads.flatten(0, 1), weights, mode, middle_matrix)
-
-    def _with_middles(self, mode: int, matrix: Matrix | None) -> Iterator[tuple[Atoms, Tensor]]:
-        """Iterate the chunks with the products of one side's factors over positions; see :class:`Middles`."""
-        return self._once("middles", self._new_middles).of(self._ready, mode, matrix)
-
-    def _new_middles(self) -> Middles:
-        # as much as of formed gradients in all: a quarter for each side's products, the rest for middles
-        keep = self.stream.keep_bytes
-        return Middles(keep // 4 if self.stream.in_memory else 0, keep // 2)
-
-    def ready_chunks(self) -> list[Atoms] | None:
-        """This process's chunks in the form and type of contractions, if they are in memory; else None."""
-        if not self.stream.in_memory:
-            return None
-        return [atoms if self._in_float32() else atoms.wide() for atoms in self._chunks()]
-
-    def _ready(self) -> Iterator[Atoms]:
-        """Iterate bounded chunks in the form and type that contractions are done in."""
-        for atoms in self._chunks():
-            for part in bounded(atoms):
-                yield part if self._in_float32() else part.wide()
-
-    def _in_float32(self) -> bool:
-        """Whether products are taken in float32: where columns are random, rounding at 1e-7 is nothing beside them."""
-
-        def compute() -> bool:
-            return self.stream.random_columns > 0 and all(safe_in_float32(atoms) for atoms in self.stream)
-
-        return self._narrow or self._once("in float32", compute)
 
     def _inner_product(self, left: Tensor, right: Tensor, scale: float) -> float:
         """s⟨H, A⊗B⟩ = s⟨Σ w GᵀAG, B⟩ = s⟨Σ w GBGᵀ, A⟩, through the contraction whose result is the larger."""
@@ -585,10 +469,3 @@ class SecondMoment:
         if self.shape[0] <= self.shape[1]:
             return scale * unit * float((self.right(left) * right).sum()) * other
         return scale * unit * float((self.left(right) * left).sum()) * other
-
-    def _flat(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield gradients (k·c, mn) in float64 with a weight for each."""
-        for atoms in self._chunks():
-            for part in bounded(atoms, forming=True):
-                wide = part.wide().dense()
-                yield wide.grads.flatten(2).flatten(0, 1), wide.weights.repeat_interleave(wide.columns)

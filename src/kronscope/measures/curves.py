@@ -64,7 +64,7 @@ def kronecker_spectrum(stream: GradientStream, rank: int = 8) -> dict[str, Any]:
         for gram, vector in zip(grams, (first_left, first_right), strict=True)
     ]
     sigma, lefts, rights = [best.sigma], first_left[None], first_right[None]
-    affordable = _SPECTRUM_OPERATIONS / (_USUAL_PASSES * moment.contraction_cost())
+    affordable = _SPECTRUM_OPERATIONS / (_USUAL_PASSES * moment.passes.contraction_cost())
     rank = min(rank, max(int(affordable), _LEAST_RANK if _PATIENCE * affordable >= 1 else 1))
     if rank > 1:
         triples = singular_triples(moment, rank, tolerance=1e-6, max_rounds=200)

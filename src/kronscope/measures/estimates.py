@@ -199,7 +199,7 @@ class RandomColumns:
                 moved = moved + factor_terms(approximation, half.moment, factors[number], slopes)
             variances.append(self._variances(value, moved[:, -len(half.numbers) :], half.numbers))
             # both halves vary alike: one of them says it where that costs much, if many samples have a part in it
-            if half.moment.contraction_cost() > _COSTLY and _freedom(variances) >= _ENOUGH_FREEDOM:
+            if half.moment.passes.contraction_cost() > _COSTLY and _freedom(variances) >= _ENOUGH_FREEDOM:
                 break
         return Estimate(value, _stderr(variances, len(self._halves) / len(variances)))
 

@@ -98,7 +98,7 @@ class PositionIteration:
             parts: The estimates.
             side: Which side's factor the iteration goes on with; it must be the one that columns share.
         """
-        both = [part.ready_chunks() for part in parts]
+        both = [part.passes.ready_chunks() for part in parts]
         if parts[0].stream.processes.world_size > 1 or both[0] is None or both[1] is None:
             return None
         chunks = []

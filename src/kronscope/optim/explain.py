@@ -214,10 +214,19 @@ class Explanation:
     def _step_cost(self, *, first: bool) -> float:
         return self._cost(self.rows, first=first) + self.call_cost * STEP_CALLS
 
-    def _cost(self, rows: Sequence[ExplanationRow], *, first: bool) -> float:
+    def row_cost(self, row: ExplanationRow, *, first: bool = False) -> float:
+        """Return what a step takes for a parameter, its calls included, in multiply-adds.
+
+        Args:
+            row: The parameter's.
+            first: Of one of the first steps, which take roots more often.
+        """
         if first:
-            return sum(row.first_cost + self.call_cost * row.calls.first for row in rows)
-        return sum(row.cost + self.call_cost * row.calls.later for row in rows)
+            return row.first_cost + self.call_cost * row.calls.first
+        return row.cost + self.call_cost * row.calls.later
+
+    def _cost(self, rows: Sequence[ExplanationRow], *, first: bool) -> float:
+        return sum(self.row_cost(row, first=first) for row in rows)
 
     def _time(self, cost: float) -> str:
         if self.rate is not None:
