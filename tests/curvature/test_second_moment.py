@@ -286,6 +286,28 @@ def test_every_plan_gives_the_same(
         check(stream, H, 0)
 
 
+def test_a_basis_that_was_changed_in_place_is_another_one_and_not_all_are_kept() -> None:
+    moment = SecondMoment(StreamRecipe("dense", (3, 4), samples=5).build())
+    turned = torch.linalg.qr(normal(0, 3, 3)).Q
+    moment.table(turned, None)
+    turned.copy_(torch.linalg.qr(normal(1, 3, 3)).Q)
+    fresh = SecondMoment(StreamRecipe("dense", (3, 4), samples=5).build()).table(turned, None)
+    assert torch.equal(moment.table(turned, None), fresh)
+    sizes = []
+    for seed in range(40):
+        moment.table(torch.linalg.qr(normal(seed, 3, 3)).Q, None)
+        sizes.append(len(moment.passes.once("tables", dict)))
+    assert sizes[-1] == sizes[20] < 20
+
+
+def test_a_search_in_float32_leaves_nothing_that_an_answer_would_take() -> None:
+    stream = GradientStream.from_tensors(normal(0, 50, 6, 7).float())
+    expected = SecondMoment(GradientStream.from_tensors(normal(0, 50, 6, 7).float())).left()
+    close_to_it = SecondMoment(stream, narrow=True).left()
+    assert not torch.equal(close_to_it, expected)
+    assert torch.equal(SecondMoment(stream).left(), expected)
+
+
 def test_work_is_cut_into_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [
         StreamRecipe("dense", (3, 4), samples=9, columns=2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import kronscope as ks
 from kronscope.curvature.sample_pairs import sample_pairs
 from kronscope.gradients.atoms import DenseAtoms
 from kronscope.measures import Estimate, Resampler
+from kronscope.measures.partition import random_groups
 from kronscope.measures.population import PopulationHalves, checked_population
 from tests.gradients.zoo import Attention, images
 from tests.measures.test_resampling import Population
@@ -54,7 +56,7 @@ def test_pairs_of_samples_are_those_of_the_whole_table(kind: str) -> None:
 def test_the_value_is_that_of_dense_halves(kind: str) -> None:
     stream = _stream(kind, 10)
     grads, weights = _atoms(stream)
-    halves = [torch.arange(10) % 2 == half for half in (0, 1)]
+    halves = [random_groups(10, 4) % 2 == half for half in (0, 1)]
     parts = [ks.GradientStream.from_tensors(grads.view(10, -1, 3, 4)[half].flatten(0, 1)) for half in halves]
     matrices, fits = [], []
     for half, part in zip(halves, parts, strict=True):
@@ -103,6 +105,55 @@ def test_error_bars_cover_a_known_population(name: str) -> None:
     assert inside >= 44
 
 
+@pytest.mark.parametrize("name", ["shampoo2", "shampoo", "optimal", "soap"])
+@pytest.mark.parametrize("period", [2, 5])
+def test_kinds_of_samples_that_take_turns_are_in_both_halves(name: str, period: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.randn(period, 3, 4, generator=generator, dtype=torch.float64)
+    grads = kinds.repeat(300 // period, 1, 1) + torch.randn(300, 3, 4, generator=generator, dtype=torch.float64) / 2
+    approximation, found = ks.approx.get(name), []
+    for order in (torch.arange(300), torch.randperm(300, generator=generator)):
+        stream = ks.GradientStream.from_tensors(grads[order])
+        halves = PopulationHalves(stream, stream)
+        found.append(
+            halves.cosine(approximation)
+            if halves.knows(approximation, stream)
+            else halves.refits.cosine(approximation.fit)
+        )
+    assert abs(found[0].value - found[1].value) <= 2 * found[1].stderr
+    assert 0.5 < found[0].stderr / found[1].stderr < 2
+
+
+@pytest.mark.parametrize("along_time", [False, True])
+@pytest.mark.parametrize(("count", "groups"), [(7, 2), (64, 4), (100, 20), (12, 20), (1, 4)])
+def test_groups_are_of_one_size_and_follow_no_pattern(count: int, groups: int, along_time: bool) -> None:
+    found = random_groups(count, groups, along_time=along_time)
+    assert torch.equal(found, random_groups(count, groups, along_time=along_time))
+    sizes = found.bincount(minlength=groups)
+    assert int(sizes.max() - sizes.min()) <= 1
+    if along_time:
+        for part in found.split(20 if groups == 20 else 16):
+            assert part.bincount(minlength=groups).max() <= -(-len(part) // groups)
+    if count >= 64:
+        for period in (2, 3, 4, 5, 10, 20):
+            assert not torch.equal(found[:-period], found[period:])
+
+
+@pytest.mark.parametrize("name", ["shampoo2", "shampoo"])
+def test_a_population_has_no_sample_twice_in_a_batch_however_it_is_drawn(name: str) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    data = [(torch.randn(64, 6) + 0.5, torch.randint(4, (64,)))]
+    rows = [
+        ks.measure(
+            model, LOSS, data, "0.weight", truth="empirical_fisher", batch_size=48, replacement=replacement,
+            approximations=[name], population=True, progress=False,
+        ).rows[0]
+        for replacement in (True, False)
+    ]  # fmt: skip
+    assert replace(rows[0], seconds=0.0) == replace(rows[1], seconds=0.0)
+
+
 def test_many_directions_and_few_samples_do_not_lead_past_one() -> None:
     # what fitting with samples left out reads as 1.04 and more
     generator = torch.Generator().manual_seed(0)
@@ -115,6 +166,7 @@ def test_many_directions_and_few_samples_do_not_lead_past_one() -> None:
 
 def test_a_population_answer_is_a_cosine_or_nan_with_the_reason() -> None:
     assert checked_population(Estimate(1.02, 0.03), 20).value == 1.0
+    assert checked_population(Estimate(1.0 + 1e-12, 0.0), 20).value == 1.0
     silent = checked_population(Estimate(0.2, 0.5), 20)
     assert math.isnan(silent.value)
     assert "20 samples say too little" in silent.note

@@ -318,8 +318,9 @@ def _prices(
             new = {"params": [], "memory_budget": math.inf, **one.options}
             ghost = torch.empty_like(parameters[name], device="meta").requires_grad_()
             groups.setdefault(repr(sorted(one.options.items())), new)["params"].append((f"{name} {place}", ghost))
-    plan = family(list(groups.values()), lr=1e-3).explain()
-    unit = 1e3 / (plan.rate or 1e10)
+    plan = family(list(groups.values()), lr=1e-3, parallel="single").explain()
+    assert plan.rate is not None  # it is where the work is not divided
+    unit = 1e3 / plan.rate
     prices = {row.name: (unit * plan.row_cost(row), row.bytes) for row in plan.rows}
     return {name: [prices[f"{name} {place}"] for place in range(len(several))] for name, several in chosen.items()}
 

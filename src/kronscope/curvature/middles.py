@@ -16,7 +16,7 @@ from torch import Tensor
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
 from kronscope.kron import position_products
 
-__all__ = ["Matrix", "Middles", "Spanned"]
+__all__ = ["Matrix", "Middles", "Spanned", "content_key"]
 
 # Bytes of one matrix's middles that are kept, and of how many matrices.
 _BYTES = 16 << 20
@@ -146,9 +146,12 @@ class Middles:
 
 
 def _key(mode: int, matrix: Matrix | None) -> tuple[object, ...]:
-    if matrix is None:
-        return mode, None
-    if isinstance(matrix, Spanned):
-        return mode, id(matrix)
-    # a matrix that was changed in place is another one; in inference mode that cannot be seen
-    return mode, id(matrix), object() if matrix.is_inference() else matrix._version
+    return mode, id(matrix) if isinstance(matrix, Spanned) else content_key(matrix)
+
+
+def content_key(matrix: Tensor | None) -> object:
+    """Equal for a tensor, while it lives, and itself; one that was changed in place is another one.
+
+    In inference mode changes cannot be seen, so that nothing is equal there.
+    """
+    return None if matrix is None else (id(matrix), object() if matrix.is_inference() else matrix._version)

@@ -44,10 +44,13 @@ class Passes:
 
     def __init__(self, stream: GradientStream, *, narrow: bool = False) -> None:
         self.stream = stream
-        self._narrow = narrow
+        self.narrow = narrow
 
     def once(self, key: object, compute: Callable[[], _T]) -> _T:
         """Return what was computed under this key before, with this stream, or compute it."""
+        if self.narrow:
+            # not for those who want an answer of the same stream
+            key = "narrow", key
         if key not in self.stream.memo:
             self.stream.memo[key] = compute()
         value: _T = self.stream.memo[key]
@@ -84,7 +87,7 @@ class Passes:
         def compute() -> bool:
             return self.stream.random_columns > 0 and all(safe_in_float32(atoms) for atoms in self.stream)
 
-        return self._narrow or self.once("in float32", compute)
+        return self.narrow or self.once("in float32", compute)
 
     def rounding(self) -> float:
         """The relative size of what rounding leaves in contractions, where it is far above that of float64; else 0."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from kronscope.curvature.chunks import (
 from kronscope.curvature.columns import all_column_pairs, column_forms
 from kronscope.curvature.forms import FormPlan
 from kronscope.curvature.leading import TOLERANCE, largest_eigenvalue
-from kronscope.curvature.middles import Matrix, Spanned
+from kronscope.curvature.middles import Matrix, Spanned, content_key
 from kronscope.curvature.pairs import assembled_kernels, pair_squares
 from kronscope.curvature.passes import Passes
 from kronscope.errors import DataError, MemoryBudgetError, ShapeError
@@ -46,6 +45,8 @@ __all__ = ["SecondMoment"]
 # Samples of a no-sharing stream whose pair kernels (two float64 matrices) are kept for the optimal product.
 _MAX_KERNEL_SAMPLES = 6000
 _DENSE_BYTES = 8 << 30
+# Tables in eigenbases that are remembered; several approximations share Shampoo's, or K-FAC's.
+_TABLES = 6
 # Squared norms below this have lost digits.
 _TINY = 1e-290
 # The whole matrix of a small layer may take so much while its norm is computed.
@@ -114,7 +115,7 @@ class SecondMoment:
         return math.sqrt(max(self.norm_squared(), 0.0))
 
     def norm_squared(self) -> float:
-        """Return the square of the Frobenius norm; where some columns are random, an unbiased estimate of it.
+        """Return the square of the Frobenius norm; where several columns are random, an unbiased estimate.
 
         Raises:
             DataError: the gradients are so large or small that float64 does not hold their fourth powers.
@@ -339,13 +340,15 @@ class SecondMoment:
                 total = total.to(squares.device) + squares
             return total
 
-        def compute() -> tuple[Tensor, Any]:
-            return self.passes.summed(local, self.shape), (
-                left,
-                right,
-            )  # the bases are kept so that their ids stay theirs
-
-        return self.passes.once(("table", id(left), id(right)), compute)[0].clone()
+        tables: dict[object, tuple[Tensor, object]] = self.passes.once("tables", dict)
+        key = content_key(left), content_key(right)
+        if key not in tables:
+            # the bases are kept so that their ids stay theirs
+            found = self.passes.summed(local, self.shape), (left, right)
+            while len(tables) >= _TABLES:
+                del tables[next(iter(tables))]
+            tables[key] = found
+        return tables[key][0].clone()
 
     def inner(self, op: Operator) -> float:
         r"""Return the inner product with an operator, :math:`\langle H, K\rangle_F = \sum w \langle G, K(G)\rangle`."""
@@ -400,7 +403,7 @@ class SecondMoment:
 
     def reweighted(self, weights: Tensor) -> SecondMoment:
         """Return the matrix of the same gradients with other weights (N,); what does not depend on weights is kept."""
-        other = SecondMoment(self.stream.reweighted(weights))
+        other = SecondMoment(self.stream.reweighted(weights), narrow=self.passes.narrow)
         if "plan" in self.stream.memo:
             other.stream.memo["plan"] = self.stream.memo["plan"]
         kernels = self.stream.memo.get("kernels")

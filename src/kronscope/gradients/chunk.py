@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from kronscope.errors import ModelError, NonFiniteError
 from kronscope.gradients.assemble import Assembler, DenseAssembler, FactoredAssembler, parts_of
 from kronscope.gradients.atoms import Atoms, DenseAtoms, FactoredAtoms
+from kronscope.gradients.coverage import used_otherwise
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
@@ -81,6 +82,8 @@ class ChunkCapture:
             or not axis.fits(leading_shape(use), self._batch.size)
             or use.place.overwritten
         }
+        needed = {name: self._parameters[name] for spec in specs for name in spec.parameters}
+        strange |= used_otherwise(self.outputs, self._uses, needed)
         if self._routes.depends_on_data and self._batch.size > 1:
             strange |= self._misplaced(strange)
         return [

@@ -80,7 +80,13 @@ class UseRecorder(TorchFunctionMode):
         if (name, ordinal) in self._expanded:
             output = _with_sample_dim(output, output.shape[0] == 1, self._samples)
             inputs = _with_sample_dim(inputs, inputs.shape[0] == 1, self._samples)
-        place = Place(name, start, rows, ordinal, inputs, inputs._version, get_gradient_edge(output), output.shape)
+        operands = tuple(
+            get_gradient_edge(operand).node
+            for operand in (*args, *kwargs.values())
+            if isinstance(operand, Tensor) and operand is not call.weight and operand.requires_grad
+        )
+        edge = get_gradient_edge(output)
+        place = Place(name, start, rows, ordinal, inputs, inputs._version, edge, operands, output.shape)
         use = call.build(place, transposed)
         if use is not None:
             self._counts[name] += 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kronscope.errors import ModelError, NonFiniteError
 from kronscope.gradients.assemble import DenseAssembler, FactoredAssembler, Sizes, parts_of
 from kronscope.gradients.atoms import Atoms, FactoredAtoms
+from kronscope.gradients.coverage import used_otherwise
 from kronscope.gradients.data import Batch
 from kronscope.gradients.forward import Forward
 from kronscope.gradients.functional import gradients_alone, gradients_vmapped
@@ -223,10 +224,14 @@ def _try_hooks(
         uses, outputs = _record(forward, parameters, reference, routes, routes.expanded)
         edges = [use.place.edge for use in uses]
         seen = edges and outputs.requires_grad
+        needed = {name: parameters[name] for spec in specs for name in spec.parameters}
+        otherwise = used_otherwise(outputs, uses, needed)
         grads = torch.autograd.grad(outputs, edges, reference.vectors, allow_unused=True) if seen else ()
         for spec in specs:
             if spec.name not in reasons:
                 problem = _hooks_obstacle(spec, uses, grads, parameters, reference, routes)
+                if problem is None and otherwise.intersection(spec.parameters):
+                    problem = "the outputs depend on it in another way than by the uses seen, too"
                 if problem is not None:
                     reasons[spec.name] = problem
                     routes.by_layer.pop(spec.name, None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from kronscope.gradients.sample_axes import SampleAxis
 
@@ -33,6 +33,7 @@ class Place:
         inputs: The operation's input.
         version: The input's in-place counter when it was used.
         edge: Where the gradient of the output arrives.
+        operands: Where the gradients of the operation's other operands than the weight go.
         shape: Shape of the output.
     """
 
@@ -43,6 +44,7 @@ class Place:
     inputs: Tensor
     version: int
     edge: GradientEdge
+    operands: tuple[Node, ...]
     shape: torch.Size
 
     @property

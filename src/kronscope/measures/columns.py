@@ -124,7 +124,8 @@ class CallColumns:
         few = asked == "sampled" and resample in ("columns", "drawn fit") and fitted.draws < _FEW_DRAWS
         return FitColumns(
             fitted=fitted,
-            batches=FitBatches(fit.batch_size, options.replacement, asked),
+            # a population has no end, so that no batch has a sample twice, however it is drawn
+            batches=FitBatches(fit.batch_size, options.replacement or options.population, asked),
             resample=resample,
             spare=replace(fitted, seed=options.seed + 2) if few else None,
         )

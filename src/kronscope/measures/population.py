@@ -41,6 +41,7 @@ from kronscope.gradients.atoms import FactoredAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import KroneckerProduct, Operator
 from kronscope.measures.influence import factor_terms, knows_influence
+from kronscope.measures.partition import random_groups
 from kronscope.measures.resampling import Estimate, Resampler
 
 __all__ = ["FEWEST_RECORDED", "FEWEST_SAMPLES", "PopulationHalves", "checked_population"]
@@ -51,6 +52,8 @@ FEWEST_SAMPLES = 8
 FEWEST_RECORDED = 40
 # Iterations may stop here: what is left in the cosine is of the second order, far below any error bar.
 _TOLERANCE = 1e-6
+# What rounding may add to a cosine of one.
+_ROUNDING = 1e-6
 # A sample left out leaves at least this share of a sum, so that logarithms stay finite.
 _LEAST_LEFT = 1e-3
 
@@ -71,7 +74,8 @@ class PopulationHalves:
         self._refits: Resampler | None = None
         weights = truth.weights()
         weights = weights / weights.sum()
-        halves = torch.arange(len(weights)) % 2
+        self._quarters = random_groups(len(weights), 4, along_time=whole_square > 0)
+        halves = self._quarters % 2
         self._kept = [halves == half for half in (0, 1)]
         self._shares = [torch.where(kept, weights, 0.0) / weights[kept].sum() for kept in self._kept]
         self._all = weights
@@ -114,7 +118,7 @@ class PopulationHalves:
                 return Estimate(math.nan, math.nan)
             return Estimate(math.nan, math.nan, "the halves of the samples have nothing in common; use more samples")
         sources = self._moments if approximation.fits_truth else self._sources
-        factors = _fits(approximation, sources)
+        factors = _fits(approximation, sources, self._quarters // 2)
         whole = SecondMoment(self.truth)
         # what each sample has to do with the fit of the other half, and the mean of that
         forms = [whole.column_forms(*factors[1 - half]).sum(1) for half in (0, 1)]
@@ -236,17 +240,22 @@ def checked_population(found: Estimate, samples: int) -> Estimate:
     value, stderr = found.value, found.stderr
     if math.isnan(value) or math.isnan(stderr):
         return found
-    if stderr >= abs(value) or value < 0 or value - 3 * stderr > 1:
+    if stderr >= abs(value) or value < 0 or value - 3 * stderr > 1 + _ROUNDING:
         text = f"{samples} samples say too little of their population ({value:.2g} ± {stderr:.2g}); use more samples"
         return Estimate(math.nan, stderr, text)
     return replace(found, value=min(value, 1.0))
 
 
-def _fits(approximation: Approximation, moments: Sequence[SecondMoment]) -> list[tuple[Tensor, ...]]:
+def _fits(approximation: Approximation, moments: Sequence[SecondMoment], parts: Tensor) -> list[tuple[Tensor, ...]]:
     r"""The factors of an approximation fitted on both halves.
 
     A power of a mean over n samples is not the mean of a power: it is off by about 1/n. Fits on half as many samples
     are off by twice that, so the difference is taken off, factor by factor.
+
+    Args:
+        approximation: The approximation.
+        moments: The matrix of each half.
+        parts: Which half of its half each sample is in (N,).
     """
     found: list[tuple[Tensor, ...]] = []
     for moment in moments:
@@ -257,8 +266,8 @@ def _fits(approximation: Approximation, moments: Sequence[SecondMoment]) -> list
             operator = approximation.fit(moment.stream)
         factors = _factors(operator)
         if isinstance(approximation, Shampoo) and approximation.exponent != 1:
-            parts = [_factors(approximation.fit(part.stream)) for part in _quarters(moment)]
-            factors = tuple(2 * whole - (one + two) / 2 for whole, one, two in zip(factors, *parts, strict=True))
+            cut = [_factors(approximation.fit(part.stream)) for part in _cut(moment, parts)]
+            factors = tuple(2 * whole - (one + two) / 2 for whole, one, two in zip(factors, *cut, strict=True))
         found.append(factors)
     return found
 
@@ -269,11 +278,10 @@ def _factors(operator: Operator) -> tuple[Tensor, ...]:
     return tuple(torch.eye(size, dtype=torch.float64) for size in operator.shape)
 
 
-def _quarters(half: SecondMoment) -> list[SecondMoment]:
+def _cut(half: SecondMoment, parts: Tensor) -> list[SecondMoment]:
     """The two halves of a half."""
     weights = half.stream.weights()
-    order = weights.gt(0).cumsum(0) % 2
-    kept = [weights * (order == part) for part in (0, 1)]
+    kept = [weights * (parts == part) for part in (0, 1)]
     return [half.reweighted(own / own.sum()) for own in kept]
 
 

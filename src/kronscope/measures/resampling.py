@@ -28,6 +28,7 @@ from kronscope.gradients.atoms import Atoms, DenseAtoms
 from kronscope.gradients.stream import GradientStream
 from kronscope.kron import Operator
 from kronscope.measures.cosines import cosine
+from kronscope.measures.partition import random_groups
 
 __all__ = ["Estimate", "OtherDraws", "Resampler"]
 
@@ -97,7 +98,7 @@ class Resampler:
         self.count = min(units, groups)
         if self.count < 3:
             raise DataError(f"an error bar needs at least three {by}, got {units}; use more {by}.")
-        self._groups = torch.arange(truth.num_samples) % self.count
+        self._groups = random_groups(truth.num_samples, self.count, along_time=whole_square > 0)
         self._norms = self._truth_norms()
         self._whole = (truth, fitted) if by == "draws" else self._without(-1)
         self._replicates = [self._without(group) for group in range(self.count)]
@@ -211,7 +212,7 @@ class OtherDraws:
         if count < 3:
             raise DataError(f"an error bar needs at least three samples, got {count}; use more samples.")
         self._moment, self._fitted = SecondMoment(truth), fitted
-        groups = torch.arange(fitted.num_samples) % count
+        groups = random_groups(fitted.num_samples, count)
         self._replicates = [fitted.mixed(spare, groups == group) for group in range(count)]
         for replicate in self._replicates:
             # there are many at once, so none may keep the gradients it forms
