@@ -154,7 +154,15 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def scheme(self, name: str) -> None:
+        # pages are told in a later frame than the one in which the query already matches
+        new = self.run(
+            f"(() => {{ const asked = matchMedia('(prefers-color-scheme: {name})');"
+            " window.told = new Promise(done => asked.addEventListener('change', done, { once: true }));"
+            " return !asked.matches; })()"
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        if new:
+            self.run("window.told.then(() => 1)")
         self.settle()
 
     def texts(self, selector: str) -> list[str]:
