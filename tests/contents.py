@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -18,18 +21,48 @@ ROOT = Path(__file__).parent.parent
 _DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 # Of no use outside of this repository.
 _NOT_IN_SDIST = {".ci/run"}
+# Sources whose names begin with a dot; others are left by tools and editors.
+_HIDDEN_SOURCES = {".ci", ".github", ".gitignore"}
 
 
 def sources(untracked: bool) -> set[str]:
-    """Files under version control, and on request those to come; in an unpacked sdist those that are there."""
+    """Files under version control, and on request those to come; in an unpacked sdist those that are there.
+
+    Where git is not installed, or refuses a clone because it is another user's, they are those that are there, too.
+    """
     if (ROOT / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", *(["--others", "--exclude-standard"] if untracked else [])]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        try:
+            listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return set(_found())
         # a file that is removed but not yet committed is not missed
         return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
-    found = (path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    names = (path.relative_to(ROOT).as_posix() for path in found)
-    return {name for name in names if not name.startswith((".venv", "build/", "dist/")) and name != "PKG-INFO"}
+    return set(_found())
+
+
+def _found() -> Iterator[str]:
+    """What is there, but for what .gitignore lists and what tools leave."""
+    listed = (ROOT / ".gitignore").read_text(encoding="utf-8").split("\n")
+    patterns = [line for line in listed if line and not line.startswith("#")]
+    for folder, folders, files in os.walk(ROOT):
+        inside = Path(folder).relative_to(ROOT)
+        folders[:] = [name for name in folders if not _is_left_over(inside / name, patterns, folder=True)]
+        kept = (inside / name for name in files if not _is_left_over(inside / name, patterns, folder=False))
+        yield from (path.as_posix() for path in kept if path != Path("PKG-INFO"))
+
+
+def _is_left_over(path: Path, patterns: list[str], *, folder: bool) -> bool:
+    if path.name.startswith(".") and path.name not in _HIDDEN_SOURCES:
+        return True
+    for pattern in patterns:
+        if pattern.endswith("/") and not folder:
+            continue
+        bare = pattern.rstrip("/")
+        # as git has it: with a slash a pattern is the whole path, without one the name at any depth
+        if fnmatchcase(path.as_posix() if "/" in bare else path.name, bare.lstrip("/")):
+            return True
+    return False
 
 
 def wheel_problems(wheel: Path, *, untracked: bool = False) -> list[str]:

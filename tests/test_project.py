@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kronscope
-from tests.contents import sdist_problems, wheel_problems
+from tests.contents import sdist_problems, sources, wheel_problems
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,6 +107,27 @@ def test_wheel_and_sdist_contain_the_sources_and_nothing_else(tmp_path: Path) ->
     assert wheel_problems(Path(wheel), untracked=True) == [
         f"{Path(wheel).name} should not contain kronscope/left_over.txt"
     ]
+
+
+@pytest.mark.parametrize("clone", ["none", "of another user", "without git"])
+def test_sources_are_found_without_git(clone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {".gitignore", ".ci/run", ".github/workflows/test.yml", "src/kronscope/runs/run.py", "docs/index.md"}
+    others = {
+        *("PKG-INFO", ".hypothesis/.gitignore", ".venv-docs/lib/a.py", ".idea/a.xml", "src/kronscope/.a.py.swp"),
+        *("runs/x/config.json", "kronscope-demo/a.json", "docs/gallery/a.md", "src/a.egg-info/PKG-INFO", "build/a"),
+        *("dist/a.whl", "src/kronscope/__pycache__/a.pyc", ".mypy_cache/a", ".coverage", "docs/sg_execution_times.rst"),
+    }
+    for name in wanted | others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text(encoding="utf-8"), encoding="utf-8")
+    if clone != "none":
+        (tmp_path / ".git").mkdir()  # a repository that git refuses, with the same code as another user's
+        (tmp_path / ".git" / "HEAD").touch()
+    if clone == "without git":
+        monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("tests.contents.ROOT", tmp_path)
+    assert sources(untracked=True) == sources(untracked=False) == wanted
 
 
 # at import, as for the parameters of tests

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,22 @@ def test_layers_that_cannot_be_measured_are_left_out_with_a_word() -> None:
     assert [entry.layer for entry in advice.layers] == ["fc.weight"]
     with pytest.raises(LayerError, match=r"idle\.weight"):
         ks.advise(Unused(), LOSS, data, layers="idle.weight", progress=False)
+
+
+def test_names_that_look_like_patterns_are_names() -> None:
+    odd = {"a[0]": nn.Linear(6, 5), "a0": nn.Linear(5, 5), "b*": nn.Linear(5, 5), "b?": nn.Linear(5, 4)}
+    model = nn.Sequential(OrderedDict(odd))
+    data = [(torch.randn(8, 6), torch.randint(4, (8,)))]
+    advice = ks.advise(model, LOSS, data, progress=False)
+    assert [entry.layer for entry in advice.layers] == [f"{name}.weight" for name in odd]
+    # each gets another option, so that one that is taken for a pattern shows
+    layers = tuple(
+        replace(entry, choice=replace(entry.choice, settings={"lr": 10.0**-place}))
+        for place, entry in enumerate(advice.layers)
+    )
+    groups = replace(advice, layers=layers).param_groups(model)
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"] if name.endswith("weight")}
+    assert rates == {"a[0].weight": 1.0, "a0.weight": 0.1, "b*.weight": 0.01, "b?.weight": 0.001}
 
 
 def test_what_cannot_be_advised_on_is_said() -> None:

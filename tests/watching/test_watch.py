@@ -234,6 +234,23 @@ def test_failures_end_the_watch_and_not_the_run(monkeypatch: pytest.MonkeyPatch)
     assert watch.records == []
 
 
+def test_where_warnings_are_errors_the_run_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["adamw"](model)
+    watch = ks.watch(optimizer, model, every=2, path=tmp_path / "watch")
+    monkeypatch.setattr(watch._layers, "numbers", lambda: 1 / 0)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        train(model, optimizer, 4)
+    assert [Path(warning.filename).name for warning in shown] == ["running.py"]
+    assert "watching ends at step 2, training goes on" in str(shown[0].message)
+    monkeypatch.undo()
+    # neither its hooks nor its hold of the folder are left
+    with ks.watch(optimizer, model, every=2, path=tmp_path / "watch") as again:
+        train(model, optimizer, 2, first=5)
+    assert [record["step"] for record in again.records] == [6]
+
+
 def test_a_logger_that_fails_is_dropped() -> None:
     model = network()
     optimizer = OPTIMIZERS["adamw"](model)

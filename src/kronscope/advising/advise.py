@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import warnings
@@ -121,7 +122,8 @@ class Advice:
         Raises:
             OptionError: the model has no parameter of a name that the advice is for.
         """
-        settings = {entry.layer: entry.choice.settings for entry in self.layers}
+        # overrides are patterns, and these are names: a module may be called "a[0]"
+        settings = {glob.escape(entry.layer): entry.choice.settings for entry in self.layers}
         return param_groups(unwrap(model), overrides=settings, **options)
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:

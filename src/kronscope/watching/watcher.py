@@ -286,8 +286,8 @@ class Watch:
             with self._processes.failing_together():
                 action()
         except Exception as error:  # noqa: BLE001  # a run must not end because somebody looks at it
-            self._warn(f"watching ends at step {self.step}, training goes on: {type(error).__name__}: {error}")
             self._end(f"ended by {type(error).__name__}")
+            self._warn(f"watching ends at step {self.step}, training goes on: {type(error).__name__}: {error}")
         finally:
             self._clock.go_on()
 
@@ -359,5 +359,13 @@ class Watch:
             self._warn(f"no more records are written, they are kept in memory: {error.strerror}")
 
     def _warn(self, text: str) -> None:
-        if self._processes.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=callers_level())
+        if self._processes.rank != 0:
+            return
+        level = callers_level()
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=level)
+        except RuntimeWarning:
+            # where warnings are errors this one is shown all the same, but ends no training
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn(text, RuntimeWarning, stacklevel=level)
