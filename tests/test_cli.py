@@ -363,6 +363,18 @@ def test_the_commands_of_the_documents_table_exist(kronscope: Command) -> None:
         assert kronscope(*command.split(), "--help").code == 0, command
 
 
+def test_the_help_shows_every_summary_whole_and_begins_with_the_first_look(
+    kronscope: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = kronscope("--help").out
+    commands = shown[shown.index("Commands:") :].splitlines()[1:]
+    assert [line.split()[0] for line in commands] == ["demo", "measure", "advise", "watch", "report", "paper"]
+    for text in (shown, kronscope("paper", "--help").out):
+        assert not re.search(r"\.\.\.|…", text[text.index("Commands:") :])
+    assert "lemmas" not in kronscope("measure", "--help").out
+
+
 def test_the_installed_command_runs(kronscope: Command) -> None:
     command = Path(sys.executable).with_name("kronscope")
     assert command.exists()

@@ -30,7 +30,10 @@ def command(
     memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/advise.")] = None,
 ) -> None:
-    """Tell for every layer of a model which preconditioner fits, what it costs and what to set."""
+    """Tell which preconditioner fits each layer of a model of yours.
+
+    For every layer: what fits its curvature, what that costs in a step, and what to set.
+    """
     if not is_rank_0():
         return  # it is for one process
     console = open_console()

@@ -27,7 +27,7 @@ def command(
     layer: Annotated[list[str] | None, typer.Option(help="Layer to measure; may be given several times.")] = None,
     truth: Annotated[str, typer.Option(help="gauss_newton or empirical_fisher.")] = "gauss_newton",
     labels: Annotated[str | None, typer.Option(help="exact, sampled or real.")] = None,
-    batch_size: Annotated[int, typer.Option(help="The B of the batch lemmas.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Fit on gradients of batches of so many samples.")] = 1,
     approximation: Annotated[list[str] | None, typer.Option(help="May be given several times; 'all' for all.")] = None,
     max_samples: MaxSamples = None,
     draws: Annotated[int, typer.Option(help="Label draws per sample.")] = 1,
@@ -44,7 +44,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
 ) -> None:
-    """Measure a model of yours."""
+    """Measure how well preconditioners fit a model of yours."""
     console = open_console()
     processes = find_processes(None)
     with processes.failing_together():
