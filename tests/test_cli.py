@@ -269,7 +269,7 @@ def test_a_run_is_not_reported_twice(kronscope: Command, tmp_path: Path) -> None
 
 
 def test_a_report_of_nothing_is_refused(kronscope: Command, tmp_path: Path) -> None:
-    assert_refused(kronscope("report", "absent"), "absent")
+    assert_refused(kronscope("report", "absent"), "absent", "kronscope measure --out", "Results.save")
     (tmp_path / "results.json").write_text("{")
     assert_refused(kronscope("report", "."), "results.json")
 

@@ -126,7 +126,7 @@ class CrossEntropy:
             return ""
         return (
             "the targets are zeros and ones, several ones for a sample: cross-entropy takes them as weights of the "
-            "classes; if a sample has several labels, the loss is BCEWithLogitsLoss (bce)"
+            "classes; if a sample may have several labels, use BCEWithLogitsLoss (on the command line: --loss bce)"
         )
 
     def terms(self, targets: Tensor) -> int:
