@@ -381,7 +381,7 @@ class Measurement:
         form = str(SecondMoment(truth).plan())
         self.facts.setdefault("contraction", {})[name] = form
         self.tell(f"{name}: {form}\n")
-        bar.say(f"measuring {name}")
+        bar.say("measuring", name)
         if self.options.leading_eigenvalue:
             reason = why_no_eigenvalue(truth, population=self.options.population)
             self.facts.setdefault("leading eigenvalue", {})[name] = f"left out: {reason}" if reason else "to 1e-4"
