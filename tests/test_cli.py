@@ -129,6 +129,41 @@ def test_mistakes_end_in_one_line_and_the_folder_stays_free(
     assert not (tmp_path / "out").exists()
 
 
+_LANGUAGE_MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+tokens = torch.arange(18).reshape(6, 3) % 5
+batches = [(tokens, (tokens + 1) % 5)]
+number = 3
+
+def classes_second(model, inputs):
+    return model(inputs).transpose(1, 2)
+
+def wrong(model, inputs):
+    return model(inputs).logits
+"""
+
+
+@pytest.mark.parametrize("command", ["measure", "advise"])
+def test_a_model_with_classes_last_is_measured_with_forward(kronscope: Command, tmp_path: Path, command: str) -> None:
+    (tmp_path / "mine.py").write_text(_LANGUAGE_MODEL)
+    asked = (command, "mine:build", "--data", "mine:batches", "--layer", "1.weight", "--out", "out")
+    assert_refused(kronscope(*asked), "lambda model, x: model(x).transpose(1, 2)", "--forward module:function")
+    assert_refused(kronscope(*asked, "--forward", "mine:number"), "--forward", "(model, inputs) -> logits", "int")
+    assert_refused(kronscope(*asked, "--forward", "mine:absent"), "absent")
+    assert_refused(kronscope(*asked, "--forward", "mine:wrong"), "the model fails", "mine.py", "logits")
+    ended = kronscope(*asked, "--forward", "mine:classes_second")
+    assert ended.code == 0, ended.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["forward"] == "mine:classes_second"
+    assert {row.layer for row in ks.Results.load(tmp_path / "out" / "results.json")} == {"1.weight"}
+
+
 def test_a_refused_measurement_leaves_an_old_folder_as_it_was(kronscope: Command, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
