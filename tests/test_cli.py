@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import typer
 
 import kronscope as ks
 from kronscope import cli
+from kronscope.measures.measurement import Measurement
 from kronscope.paper.training import Event
 from kronscope.support.locks import HeldError, lock_folder
 from tests.commands import Command, assert_refused, kronscope
@@ -232,6 +234,62 @@ def test_ctrl_c_ends_with_130(kronscope: Command, tmp_path: Path) -> None:
     assert ended.code == 130
     assert ended.err == "kronscope: interrupted.\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("labels", ["exact", "sampled"])
+def test_ctrl_c_after_a_layer_keeps_it_and_the_same_command_goes_on(
+    kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: str
+) -> None:
+    asked = ("measure", "mine:build", "--data", "mine:data", "--approximation", "all", "--labels", labels, "--out")
+    assert kronscope(*asked, "whole").code == 0
+    measured: list[str] = []
+    real = Measurement._measure_fit
+
+    def press(self: Measurement, streams: Any, condition: Any, record: Any, bar: Any) -> None:
+        measured.append(condition.layer)
+        real(self, streams, condition, record, bar)
+        if len(measured) == 2:
+            record.rows[condition.layer].pop()  # in the middle of the second layer
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Measurement, "_measure_fit", press)
+    pressed = kronscope(*asked, "out")
+    assert pressed.code == 130
+    assert pressed.err == "kronscope: interrupted.\n"
+    assert "PARTIAL" in pressed.out
+    assert "1 of 2 layers done" in pressed.out
+    assert "the same command goes on" in pressed.out
+    assert not (tmp_path / "out" / "done.json").exists()
+    partial = ks.Results.load(tmp_path / "out" / "results.json")
+    assert partial.partial
+    assert partial.layers == ("0.weight", "2.weight")
+    ended = kronscope(*asked, "out")
+    assert ended.code == 0, ended.err
+    assert measured == ["0.weight", "2.weight", "2.weight"]
+    assert (tmp_path / "out" / "done.json").exists()
+    whole, resumed = (ks.Results.load(tmp_path / name / "results.json") for name in ("whole", "out"))
+    assert [replace(row, seconds=0.0) for row in resumed] == [replace(row, seconds=0.0) for row in whole]
+    assert resumed.settings == whole.settings
+    assert not resumed.partial
+    assert_refused(kronscope(*asked, "out"), "finished")
+
+
+def test_ctrl_c_during_advise_is_no_end(kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Measurement._measure_fit
+
+    def press(self: Measurement, *arguments: Any) -> None:
+        real(self, *arguments)
+        raise KeyboardInterrupt
+
+    asked = ("advise", "mine:build", "--data", "mine:data", "--out", "out")
+    with monkeypatch.context() as during:
+        during.setattr(Measurement, "_measure_fit", press)
+        assert kronscope(*asked).code == 130
+    assert not (tmp_path / "out" / "done.json").exists()
+    ended = kronscope(*asked)
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert [entry["layer"] for entry in found["layers"]] == ["0.weight", "2.weight"]
 
 
 def test_ctrl_c_names_resume_where_there_is_one(kronscope: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from kronscope.advising import Advice, advise
 from kronscope.cli.arguments import Checkpoint, Data, Forward, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import default_folder, open_console, say, say_where
+from kronscope.cli.terminal import default_folder, end_interrupted, open_console, say, say_where
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.launch import is_rank_0
@@ -73,7 +73,9 @@ def command(
         return found[0].results
 
     with blaming_the_model():
-        _, written = run_measurement(target, config, measured)
+        results, written = run_measurement(target, config, measured)
     if found:
         say(console, str(found[0]))
     say_where(console, [*written, target / "advice.json", target / "advice.html"])
+    if results.partial:
+        end_interrupted(console, target)

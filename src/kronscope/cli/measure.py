@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kronscope.cli.arguments import Checkpoint, Data, Forward, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import default_folder, open_console, say, say_where
-from kronscope.measures import Fit
+from kronscope.cli.terminal import default_folder, end_interrupted, open_console, say, say_where
+from kronscope.measures import Fit, Results
 from kronscope.measures.measurement import run
 from kronscope.measures.options import MeasureOptions
 from kronscope.runs.measurement import run_measurement
@@ -85,12 +85,19 @@ def command(
         "checkpoint": checkpoint and str(checkpoint),
     }
     config = {**options.to_json(), **sources}
+
+    def measured(kept: Results | None = None) -> Results:
+        return run(network, criterion, batches, options, processes, verbose=verbose, kept=kept)[0]
+
     with blaming_the_model():
         results, written = run_measurement(
             out or processes.on_rank_0(lambda: default_folder(Path("runs/measure"), config, console)),
             config,
-            lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
+            measured,
             processes,
+            measured,
         )
     console.print(results)
     say_where(console, written)
+    if results.partial:
+        end_interrupted(console, written[0].parent)
