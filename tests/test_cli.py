@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import typer
 
 import kronscope as ks
 from kronscope import cli
+from kronscope.measures.measurement import Measurement
 from kronscope.paper.training import Event
 from kronscope.support.locks import HeldError, lock_folder
 from tests.commands import Command, assert_refused, kronscope
@@ -129,6 +131,41 @@ def test_mistakes_end_in_one_line_and_the_folder_stays_free(
     assert not (tmp_path / "out").exists()
 
 
+_LANGUAGE_MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+tokens = torch.arange(18).reshape(6, 3) % 5
+batches = [(tokens, (tokens + 1) % 5)]
+number = 3
+
+def classes_second(model, inputs):
+    return model(inputs).transpose(1, 2)
+
+def wrong(model, inputs):
+    return model(inputs).logits
+"""
+
+
+@pytest.mark.parametrize("command", ["measure", "advise"])
+def test_a_model_with_classes_last_is_measured_with_forward(kronscope: Command, tmp_path: Path, command: str) -> None:
+    (tmp_path / "mine.py").write_text(_LANGUAGE_MODEL)
+    asked = (command, "mine:build", "--data", "mine:batches", "--layer", "1.weight", "--out", "out")
+    assert_refused(kronscope(*asked), "lambda model, x: model(x).transpose(1, 2)", "--forward module:function")
+    assert_refused(kronscope(*asked, "--forward", "mine:number"), "--forward", "(model, inputs) -> logits", "int")
+    assert_refused(kronscope(*asked, "--forward", "mine:absent"), "absent")
+    assert_refused(kronscope(*asked, "--forward", "mine:wrong"), "the model fails", "mine.py", "logits")
+    ended = kronscope(*asked, "--forward", "mine:classes_second")
+    assert ended.code == 0, ended.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["forward"] == "mine:classes_second"
+    assert {row.layer for row in ks.Results.load(tmp_path / "out" / "results.json")} == {"1.weight"}
+
+
 def test_a_refused_measurement_leaves_an_old_folder_as_it_was(kronscope: Command, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
@@ -197,6 +234,62 @@ def test_ctrl_c_ends_with_130(kronscope: Command, tmp_path: Path) -> None:
     assert ended.code == 130
     assert ended.err == "kronscope: interrupted.\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("labels", ["exact", "sampled"])
+def test_ctrl_c_after_a_layer_keeps_it_and_the_same_command_goes_on(
+    kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: str
+) -> None:
+    asked = ("measure", "mine:build", "--data", "mine:data", "--approximation", "all", "--labels", labels, "--out")
+    assert kronscope(*asked, "whole").code == 0
+    measured: list[str] = []
+    real = Measurement._measure_fit
+
+    def press(self: Measurement, streams: Any, condition: Any, record: Any, bar: Any) -> None:
+        measured.append(condition.layer)
+        real(self, streams, condition, record, bar)
+        if len(measured) == 2:
+            record.rows[condition.layer].pop()  # in the middle of the second layer
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Measurement, "_measure_fit", press)
+    pressed = kronscope(*asked, "out")
+    assert pressed.code == 130
+    assert pressed.err == "kronscope: interrupted.\n"
+    assert "PARTIAL" in pressed.out
+    assert "1 of 2 layers done" in pressed.out
+    assert "the same command goes on" in pressed.out
+    assert not (tmp_path / "out" / "done.json").exists()
+    partial = ks.Results.load(tmp_path / "out" / "results.json")
+    assert partial.partial
+    assert partial.layers == ("0.weight", "2.weight")
+    ended = kronscope(*asked, "out")
+    assert ended.code == 0, ended.err
+    assert measured == ["0.weight", "2.weight", "2.weight"]
+    assert (tmp_path / "out" / "done.json").exists()
+    whole, resumed = (ks.Results.load(tmp_path / name / "results.json") for name in ("whole", "out"))
+    assert [replace(row, seconds=0.0) for row in resumed] == [replace(row, seconds=0.0) for row in whole]
+    assert resumed.settings == whole.settings
+    assert not resumed.partial
+    assert_refused(kronscope(*asked, "out"), "finished")
+
+
+def test_ctrl_c_during_advise_is_no_end(kronscope: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Measurement._measure_fit
+
+    def press(self: Measurement, *arguments: Any) -> None:
+        real(self, *arguments)
+        raise KeyboardInterrupt
+
+    asked = ("advise", "mine:build", "--data", "mine:data", "--out", "out")
+    with monkeypatch.context() as during:
+        during.setattr(Measurement, "_measure_fit", press)
+        assert kronscope(*asked).code == 130
+    assert not (tmp_path / "out" / "done.json").exists()
+    ended = kronscope(*asked)
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert [entry["layer"] for entry in found["layers"]] == ["0.weight", "2.weight"]
 
 
 def test_ctrl_c_names_resume_where_there_is_one(kronscope: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +362,7 @@ def test_a_run_is_not_reported_twice(kronscope: Command, tmp_path: Path) -> None
 
 
 def test_a_report_of_nothing_is_refused(kronscope: Command, tmp_path: Path) -> None:
-    assert_refused(kronscope("report", "absent"), "absent")
+    assert_refused(kronscope("report", "absent"), "absent", "kronscope measure --out", "Results.save")
     (tmp_path / "results.json").write_text("{")
     assert_refused(kronscope("report", "."), "results.json")
 
@@ -361,6 +454,18 @@ def test_the_commands_of_the_documents_table_exist(kronscope: Command) -> None:
     assert "demo" in commands
     for command in commands:
         assert kronscope(*command.split(), "--help").code == 0, command
+
+
+def test_the_help_shows_every_summary_whole_and_begins_with_the_first_look(
+    kronscope: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = kronscope("--help").out
+    commands = shown[shown.index("Commands:") :].splitlines()[1:]
+    assert [line.split()[0] for line in commands] == ["demo", "measure", "advise", "watch", "report", "paper"]
+    for text in (shown, kronscope("paper", "--help").out):
+        assert not re.search(r"\.\.\.|…", text[text.index("Commands:") :])
+    assert "lemmas" not in kronscope("measure", "--help").out
 
 
 def test_the_installed_command_runs(kronscope: Command) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "approximation_names",
     "blaming_the_model",
     "load_data",
+    "load_forward",
     "load_loss",
     "load_model",
     "load_object",
@@ -115,6 +116,26 @@ def blaming_the_model() -> Iterator[None]:
             f"the model fails on this data{where}: {type(error).__name__}: {_line(error)}. "
             "Give data that the model can be called with."
         ) from error
+
+
+def load_forward(target: str | None) -> forward.ForwardFunction | None:
+    """The function ``(model, inputs) -> logits`` of a name; None for None.
+
+    Raises:
+        OptionError: There is no such module or name, or it is no function.
+
+    >>> load_forward("torch.nn.functional:linear").__name__
+    'linear'
+    """
+    if target is None:
+        return None
+    found = load_object(target)
+    if isinstance(found, (type, nn.Module)) or not callable(found):
+        raise OptionError(
+            f"--forward {target!r} must be a function (model, inputs) -> logits, got {type(found).__name__}."
+        )
+    function: forward.ForwardFunction = found
+    return function
 
 
 def load_loss(name: str) -> LossFunction:

@@ -203,6 +203,7 @@ def test_labels_that_do_not_fit(loss: OutputLoss, outputs: tuple[int, ...], targ
 def test_several_labels_a_sample_are_not_silently_class_probabilities() -> None:
     several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
     assert "BCEWithLogitsLoss" in CE.doubt(several)
+    assert "--loss bce" in CE.doubt(several)
     assert not CE.doubt(torch.eye(3)[:2])  # one label each
     assert not CE.doubt(0.9 * several)
     assert not CE.doubt(torch.tensor([0, 2]))

@@ -261,7 +261,11 @@ def advise(
             warnings.warn(f"no advice for {names[0]}: {error}", stacklevel=callers_level())
             return []
 
-    parts = [part for kind, names in by_kind(chosen).items() for part in measured(kind, names)]
+    parts: list[Results] = []
+    for kind, names in by_kind(chosen).items():
+        parts += measured(kind, names)
+        if any(part.partial for part in parts):
+            break  # Ctrl-C means all of it
     if not parts:
         raise LayerError("no layer could be measured; the warnings say why.")
     results = parts[0].merge(*parts[1:])

@@ -21,9 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(paper.app, name="paper")
-for _name, _module in (("advise", advise), ("demo", demo), ("measure", measure), ("report", report), ("watch", watch)):
+# from the first look to the paper; the help shows them in this order, groups last
+for _name, _module in (("demo", demo), ("measure", measure), ("advise", advise), ("watch", watch), ("report", report)):
     app.command(_name)(_module.command)
+app.add_typer(paper.app, name="paper")
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from kronscope.advising import Advice, advise
-from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import default_folder, open_console, say, say_where
+from kronscope.cli.arguments import Checkpoint, Data, Forward, Loss, MaxSamples, MemoryBudget, Model
+from kronscope.cli.terminal import default_folder, end_interrupted, open_console, say, say_where
 from kronscope.measures import Results
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.launch import is_rank_0
-from kronscope.targets import blaming_the_model, load_data, load_loss, load_model
+from kronscope.targets import blaming_the_model, load_data, load_forward, load_loss, load_model
 
 __all__ = ["command"]
 
@@ -22,6 +22,7 @@ def command(
     model: Model,
     data: Data,
     loss: Loss = "cross-entropy",
+    forward: Forward = None,
     checkpoint: Checkpoint = None,
     layer: Annotated[list[str] | None, typer.Option(help="Layer to advise on; may be given several times.")] = None,
     max_samples: MaxSamples = None,
@@ -30,15 +31,25 @@ def command(
     memory_budget: MemoryBudget = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/advise.")] = None,
 ) -> None:
-    """Tell for every layer of a model which preconditioner fits, what it costs and what to set."""
+    """Tell which preconditioner fits each layer of a model of yours.
+
+    For every layer: what fits its curvature, what that costs in a step, and what to set.
+    """
     if not is_rank_0():
         return  # it is for one process
     console = open_console()
     network = load_model(model, checkpoint)
     batches = load_data(data, network, lambda line: say(console, line))
     criterion = load_loss(loss)
+    function = load_forward(forward)
     asked = {"layer": layer, "max_samples": max_samples, "tolerance": tolerance, "seed": seed}
-    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
+    sources = {
+        "model": model,
+        "data": data,
+        "loss": loss,
+        "forward": forward,
+        "checkpoint": checkpoint and str(checkpoint),
+    }
     config = {"command": "advise", **sources, **asked, "memory_budget": memory_budget}
     target = default_folder(Path("runs/advise"), config, console) if out is None else out
     found: list[Advice] = []
@@ -53,6 +64,7 @@ def command(
                 tolerance=tolerance,
                 max_samples=max_samples,
                 seed=seed,
+                forward=function,
                 memory_budget=memory_budget,
             )
         )
@@ -61,7 +73,9 @@ def command(
         return found[0].results
 
     with blaming_the_model():
-        _, written = run_measurement(target, config, measured)
+        results, written = run_measurement(target, config, measured)
     if found:
         say(console, str(found[0]))
     say_where(console, [*written, target / "advice.json", target / "advice.html"])
+    if results.partial:
+        end_interrupted(console, target)

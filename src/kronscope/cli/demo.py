@@ -25,7 +25,10 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/demo.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
-    """Figure 1 on embedded data: three small models, table, picture and report, in under two minutes."""
+    """Show what it is about: Figure 1 of the paper, in two minutes.
+
+    Three small models on embedded data; a table, a picture and a report.
+    """
     if not is_rank_0():
         return  # it is small enough for one
     figures.require_matplotlib()

@@ -7,14 +7,22 @@ from typing import Annotated
 
 import typer
 
-from kronscope.cli.arguments import Checkpoint, Data, Loss, MaxSamples, MemoryBudget, Model
-from kronscope.cli.terminal import default_folder, open_console, say, say_where
-from kronscope.measures import Fit
+from kronscope.cli.arguments import Checkpoint, Data, Forward, Loss, MaxSamples, MemoryBudget, Model
+from kronscope.cli.terminal import default_folder, end_interrupted, open_console, say, say_where
+from kronscope.measures import Fit, Results
 from kronscope.measures.measurement import run
 from kronscope.measures.options import MeasureOptions
 from kronscope.runs.measurement import run_measurement
 from kronscope.support.processes import find_processes
-from kronscope.targets import approximation_names, blaming_the_model, load_data, load_loss, load_model, own_part
+from kronscope.targets import (
+    approximation_names,
+    blaming_the_model,
+    load_data,
+    load_forward,
+    load_loss,
+    load_model,
+    own_part,
+)
 
 __all__ = ["command"]
 
@@ -23,11 +31,12 @@ def command(
     model: Model,
     data: Data,
     loss: Loss = "cross-entropy",
+    forward: Forward = None,
     checkpoint: Checkpoint = None,
     layer: Annotated[list[str] | None, typer.Option(help="Layer to measure; may be given several times.")] = None,
     truth: Annotated[str, typer.Option(help="gauss_newton or empirical_fisher.")] = "gauss_newton",
     labels: Annotated[str | None, typer.Option(help="exact, sampled or real.")] = None,
-    batch_size: Annotated[int, typer.Option(help="The B of the batch lemmas.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Fit on gradients of batches of so many samples.")] = 1,
     approximation: Annotated[list[str] | None, typer.Option(help="May be given several times; 'all' for all.")] = None,
     max_samples: MaxSamples = None,
     draws: Annotated[int, typer.Option(help="Label draws per sample.")] = 1,
@@ -44,7 +53,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/measure.")] = None,
     verbose: Annotated[bool, typer.Option(help="Print how each layer is captured and contracted.")] = False,
 ) -> None:
-    """Measure a model of yours."""
+    """Measure how well preconditioners fit a model of yours."""
     console = open_console()
     processes = find_processes(None)
     with processes.failing_together():
@@ -52,6 +61,7 @@ def command(
             [Fit(labels, batch_size, approximation_names(approximation), detail or (), estimator)],
             layers=layer,
             truth=truth,
+            forward=load_forward(forward),
             max_samples=max_samples,
             seed=seed,
             step=step,
@@ -67,14 +77,27 @@ def command(
         found = load_data(data, network, lambda line: say(console, line))
         batches = own_part(found, processes)
         criterion = load_loss(loss)
-    sources = {"model": model, "data": data, "loss": loss, "checkpoint": checkpoint and str(checkpoint)}
-    config = {**sources, **options.to_json()}
+    sources = {
+        "model": model,
+        "data": data,
+        "loss": loss,
+        "forward": forward,
+        "checkpoint": checkpoint and str(checkpoint),
+    }
+    config = {**options.to_json(), **sources}
+
+    def measured(kept: Results | None = None) -> Results:
+        return run(network, criterion, batches, options, processes, verbose=verbose, kept=kept)[0]
+
     with blaming_the_model():
         results, written = run_measurement(
             out or processes.on_rank_0(lambda: default_folder(Path("runs/measure"), config, console)),
             config,
-            lambda: run(network, criterion, batches, options, processes, verbose=verbose)[0],
+            measured,
             processes,
+            measured,
         )
     console.print(results)
     say_where(console, written)
+    if results.partial:
+        end_interrupted(console, written[0].parent)

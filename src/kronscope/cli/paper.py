@@ -23,7 +23,7 @@ from kronscope.support.processes import find_processes
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Reproduce the figures of 'A New Perspective on Shampoo's Preconditioner'.",
+    help="Reproduce the paper's figures.\n\nThe paper is 'A New Perspective on Shampoo's Preconditioner'.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

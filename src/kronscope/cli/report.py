@@ -24,9 +24,9 @@ def command(
     ] = None,
     title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
 ) -> None:
-    """Write the interactive report of runs: one HTML file that needs no network.
+    """Write an interactive page of runs.
 
-    A run that has not ended is shown as far as it has come.
+    It is one HTML file that needs no network. A run that has not ended is shown as far as it has come.
     """
     if not is_rank_0():
         return

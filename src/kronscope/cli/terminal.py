@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -15,7 +15,7 @@ from kronscope.runs.folder import is_unfinished
 from kronscope.support.launch import is_rank_0
 from kronscope.support.texts import printable
 
-__all__ = ["ShowTraining", "default_folder", "open_console", "say", "say_where"]
+__all__ = ["ShowTraining", "default_folder", "end_interrupted", "open_console", "say", "say_where"]
 
 
 def open_console() -> Console:
@@ -45,6 +45,16 @@ def default_folder(path: Path, config: Mapping[str, Any], console: Console) -> P
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def end_interrupted(console: Console, folder: Path) -> NoReturn:
+    """End a command that kept what it had when Ctrl-C was pressed.
+
+    Raises:
+        KeyboardInterrupt: Always, for exit code 130.
+    """
+    say(console, f"This is not all: the same command goes on, with --out {folder} too.")
+    raise KeyboardInterrupt
 
 
 class ShowTraining:

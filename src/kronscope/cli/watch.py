@@ -21,7 +21,10 @@ def command(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve a page that grows while a run goes on; on this machine alone, until Ctrl-C."""
+    """Serve a page that grows while a run goes on.
+
+    It is served on this machine alone, until Ctrl-C.
+    """
     if not is_rank_0():
         return
     with LiveServer(run, port) as server:

@@ -44,7 +44,7 @@ class Forward(nn.Module):
         if not isinstance(logits, Tensor):
             raise ModelError(
                 f"The model returned a {type(output).__name__} in which no logits were found; "
-                "pass forward=lambda model, inputs: ... that returns them as a tensor."
+                "pass forward=lambda model, inputs: ... that returns them as a tensor (--forward on the command line)."
             )
         return logits
 
@@ -63,7 +63,8 @@ class Forward(nn.Module):
         if logits.dim() == 0 or logits.shape[0] != batch.size or not logits.is_floating_point():
             raise ModelError(
                 f"For {batch.size} samples the model must return floating-point outputs with samples first, "
-                f"got {tuple(logits.shape)} of {logits.dtype}; pass forward=lambda model, inputs: ... to reshape them."
+                f"got {tuple(logits.shape)} of {logits.dtype}; pass forward=lambda model, inputs: ... to reshape them "
+                "(--forward on the command line)."
             )
         return logits
 

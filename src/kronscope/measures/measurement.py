@@ -56,13 +56,18 @@ def run(
     *,
     progress: bool = True,
     verbose: bool = False,
+    kept: Results | None = None,
 ) -> tuple[Results, ...]:
     """Measure what the options ask for, with all processes; for the other arguments see :func:`kronscope.measure`.
+
+    ``kept`` is what an interrupted call with the same arguments and a single fit returned; its whole layers stay as
+    they are.
 
     Returns:
         One result for each fit.
     """
     measurement = _begun(model, options, processes)
+    measurement.kept = kept
     try:
         with _recording(model, loss, data, measurement, processes, progress) as (recorder, bar):
             if verbose and processes.rank == 0:
@@ -203,6 +208,10 @@ class Measurement:
         self.facts: dict[str, Any] = {}
         self.notes: list[str] = []
         self.partial = False
+        self.kept: Results | None = None
+        # layers with all their rows and curves, and how many there will be
+        self.done: list[str] = []
+        self.layers = 0
         self.tell: Callable[[str], object] = lambda text: None
 
     # ------------------------------------------------------------------ planning
@@ -282,11 +291,14 @@ class Measurement:
             self.notes.append(estimated)
         if self.options.population and any(record.fit.details for record in self.fits):
             self.notes.append("curves are of these samples; only rows answer for their population")
-        pending = {self.columns.truth: [spec.name for spec in recorder.specs]}
+        names = [spec.name for spec in recorder.specs]
+        self.layers = len(names)
         for record in self.fits:
-            record.rows = {spec.name: [] for spec in recorder.specs}
-            record.curves = {spec.name: [] for spec in recorder.specs}
-        mixed: set[str] = set()
+            record.rows = {name: [] for name in names}
+            record.curves = {name: [] for name in names}
+        mixed = self._take_kept()
+        missing = [name for name in names if name not in self.done]
+        pending = {self.columns.truth: missing} if missing else {}
         while pending:
             columns = next(iter(pending))
             self.columns = CallColumns(self.options, columns)
@@ -299,6 +311,21 @@ class Measurement:
             self.notes.remove(estimated)
         if self.options.whole_model:
             self._measure_whole(recorder, bar)
+
+    def _take_kept(self) -> set[str]:
+        """Take over the whole layers of an interrupted call; return those whose truth was estimated."""
+        if self.kept is None:
+            return set()
+        (record,) = self.fits
+        whole = self.kept.settings.get("done", {}).get("layers", [])
+        self.done = [name for name in record.rows if name in whole]
+        for name in self.done:
+            record.rows[name] = [row for row in self.kept.rows if row.layer == name]
+            record.curves[name] = [curve for curve in self.kept.details if curve.layer == name]
+        for fact in ("capture", "contraction", "leading eigenvalue"):
+            if found := {name: told for name, told in self.kept.settings.get(fact, {}).items() if name in self.done}:
+                self.facts[fact] = found
+        return {name for name in self.done if any("random columns" in row.note for row in record.rows[name])}
 
     def _measure_whole(self, recorder: Recorder, bar: Bar) -> None:
         """Compare the layers with the matrix of all of them together."""
@@ -357,6 +384,8 @@ class Measurement:
                     stream.forget()
                 if truth.mixed and self.choice.enough(truth, self._worst(name), self.options.accuracy) != truth:
                     again.append(name)
+                else:
+                    self.done.append(name)
         return again
 
     def _worst(self, name: str) -> float:
@@ -381,7 +410,7 @@ class Measurement:
         form = str(SecondMoment(truth).plan())
         self.facts.setdefault("contraction", {})[name] = form
         self.tell(f"{name}: {form}\n")
-        bar.say(f"measuring {name}")
+        bar.say("measuring", name)
         if self.options.leading_eigenvalue:
             reason = why_no_eigenvalue(truth, population=self.options.population)
             self.facts.setdefault("leading eigenvalue", {})[name] = f"left out: {reason}" if reason else "to 1e-4"
@@ -460,6 +489,8 @@ class Measurement:
         )
 
     def _settings(self, record: FitRecord) -> dict[str, Any]:
-        notes = {"notes": self.notes} if self.notes else {}
+        notes: dict[str, Any] = {"notes": self.notes} if self.notes else {}
         labels = self.columns.of(record.fit).labels
+        if self.partial and self.layers:
+            notes["done"] = {"layers": self.done, "of": self.layers}
         return {**self.options.settings(record.fit), "labels": labels, **self.facts, **notes}

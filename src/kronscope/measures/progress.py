@@ -8,10 +8,34 @@ from types import TracebackType
 
 from kronscope.support.texts import printable
 
-__all__ = ["Bar"]
+__all__ = ["Bar", "shortened"]
 
 # Seconds before the first line where there is no terminal, and between lines.
 _FIRST_LINE, _NEXT_LINE = 10.0, 30.0
+# What counts and both times take of a line, with the gaps between them.
+_NUMBERS = 31
+_WIDEST_BAR = 40
+
+
+def shortened(name: str, width: int) -> str:
+    """A layer's name in at most so many characters, so that layers can still be told apart.
+
+    From the left, parts become their first letters; numbers and the last part stay. What is still too long is cut
+    there, since names differ at their ends.
+
+    >>> shortened("model.layers.17.self_attn.q_proj.weight", 30)
+    'm.l.17.self_attn.q_proj.weight'
+    >>> shortened("model.layers.17.self_attn.q_proj.weight", 12)
+    '….s.q.weight'
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        if not part.isdecimal():
+            parts[place] = part[:1]
+    short = ".".join(parts)
+    return short if len(short) <= width else f"…{short[len(short) - max(width - 1, 0) :]}"
 
 
 class Bar:
@@ -26,11 +50,11 @@ class Bar:
         from rich import progress
         from rich.console import Console
 
-        console = Console(stderr=True)
+        self._console = console = Console(stderr=True)
         self._lines = shown and not console.is_terminal
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
+            progress.BarColumn(self._bar_width()),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
@@ -70,10 +94,12 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, description=self._what)
         self._tell()
 
-    def say(self, what: str) -> None:
-        """Say what is being done now."""
-        self._what = printable(what)
-        self._progress.update(self._task, description=self._what)
+    def say(self, what: str, name: str = "") -> None:
+        """Say what is being done now, and to which layer, whose name a bar shortens where it has no room."""
+        self._what = printable(f"{what} {name}".rstrip())
+        room = self._console.width - self._bar_width() - _NUMBERS
+        short = printable(what if not name else f"{what} {shortened(printable(name), room - len(what) - 1)}")
+        self._progress.update(self._task, description=short)
         self._tell()
 
     def step(self) -> None:
@@ -81,6 +107,9 @@ class Bar:
         self._progress.advance(self._task)
         self._done += 1
         self._tell()
+
+    def _bar_width(self) -> int:
+        return min(_WIDEST_BAR, self._console.width // 4)
 
     def _tell(self) -> None:
         """Write a line, if it is time for one."""

@@ -68,7 +68,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        message = f"There is no results file {name!r}; check the path, or make one with Results.save."
+        message = (
+            f"There is no results file {name!r}; check the path, or make one: kronscope measure --out writes a folder "
+            "with one, Results.save a file."
+        )
         raise ResultsError(message) from None
     except IsADirectoryError:
         inside = Path(path) / "results.json"

@@ -105,7 +105,7 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
         return Text(content.translate(_ASCII) if ascii_only else content, style=style)
 
     if results.partial:
-        yield text("PARTIAL: the work was interrupted; this is what was done until then.", "bold red")
+        yield text(f"PARTIAL: the work was interrupted; {_done(results.settings)}.", "bold red")
     notes: dict[str, int] = {}
     for block in _blocks(results, width, notes):
         yield text(block.title, "bold")
@@ -121,6 +121,11 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
             yield text(block.left_out, "dim")
         yield text("")
     yield from (text(line, style) for line, style in _footer(results, notes))
+
+
+def _done(settings: Mapping[str, Any]) -> str:
+    done = settings.get("done")
+    return f"{len(done['layers'])} of {done['of']} layers done" if done else "this is what was done until then"
 
 
 def _lines(block: _Block, width: int) -> Iterator[list[tuple[str, str]]]:

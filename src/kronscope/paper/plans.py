@@ -123,7 +123,7 @@ _PLANS = (
     ),
     Plan(
         "all",
-        "every figure, every approximation, exponent and batch-size sweeps",
+        "every figure and approximation, exponent and batch-size sweeps",
         (
             Fit("exact", 1, _FAMILY, ("spectrum", "exponents")),
             Fit("real", 1, _SHAMPOOS, ("batch_sizes",)),

@@ -20,18 +20,21 @@ def run_measurement(
     config: Mapping[str, Any],
     measure: Callable[[], Results],
     processes: Processes = ALONE,
+    resume: Callable[[Results], Results] | None = None,
 ) -> tuple[Results, list[Path]]:
     """Measure once and keep results, picture and report.
 
     The folder is taken before the work, so that nothing is measured that cannot be kept. What fails before there are
     results leaves the folder as it was; a measurement that was killed is made again by the same call, and if its
-    results were there already, only what came after them. Results are never overwritten.
+    results were there already, only what came after them. One that was interrupted after its first row keeps what it
+    has, marked as partial, and is not finished: the same call goes on with it. Whole results are never overwritten.
 
     Args:
         path: The folder.
         config: What was asked for, as plain data.
         measure: Measures; called on every process.
         processes: The processes that measure together; rank 0 has the folder.
+        resume: Goes on from partial results; without it everything is measured again.
 
     Returns:
         The results, and the files to look at.
@@ -47,14 +50,15 @@ def run_measurement(
     with Run.start(path, config, resume=True, reopen=False, processes=processes) as run:
         file = run.results_path
         results = processes.on_rank_0(lambda: Results.load(file) if file.exists() else None)
-        if results is None:
-            results = measure()
+        if results is None or results.partial:
+            results = measure() if results is None or resume is None else resume(results)
             if not results.rows:
                 raise KeyboardInterrupt
             # first what took long
             processes.on_rank_0(lambda: results.save(file))
         files = processes.on_rank_0(lambda: [file, *_show(results, run.folder)])
-        run.finish(needs=[made.name for made in files])
+        if not results.partial:
+            run.finish(needs=[made.name for made in files])
     return results, files
 
 

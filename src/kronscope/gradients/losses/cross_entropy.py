@@ -126,7 +126,7 @@ class CrossEntropy:
             return ""
         return (
             "the targets are zeros and ones, several ones for a sample: cross-entropy takes them as weights of the "
-            "classes; if a sample has several labels, the loss is BCEWithLogitsLoss (bce)"
+            "classes; if a sample may have several labels, use BCEWithLogitsLoss (on the command line: --loss bce)"
         )
 
     def terms(self, targets: Tensor) -> int:
@@ -299,7 +299,11 @@ def _check_indices(outputs: Tensor, targets: Tensor) -> None:
     if shape != wanted:
         advice = "dimension 1 of the outputs must be the classes"
         if outputs.dim() == 3 and shape == tuple(outputs.shape[:2]):
-            advice = "put the classes second, e.g. forward=lambda model, x: model(**x).logits.transpose(1, 2)"
+            advice = (
+                "put the classes second with forward=lambda model, x: model(x).transpose(1, 2), or, where the model "
+                "returns an output object, model(**x).logits.transpose(1, 2) (on the command line --forward "
+                "module:function)"
+            )
         raise LabelError(
             f"Outputs of shape {tuple(outputs.shape)} need class indices of shape {wanted}, got {shape}; {advice}. "
             "Class probabilities as targets are shaped like the outputs."
