@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kronscope.support.names import short_names
+from kronscope.support.names import short_labels, short_names
 
 PARTS = st.one_of(
     st.sampled_from(["encoder", "layers", "weight", "self_attention_output", "self_attention_query", "normA", "normB"]),
@@ -45,6 +45,14 @@ def test_layers_of_a_transformer_fit(width: int) -> None:
     for i in range(17):
         # the number tells them apart, and all are shortened alike
         assert short[2 * i].replace(f"…{i}.", "…0.") == short[0]
+
+
+def test_pages_get_labels_of_several_widths() -> None:
+    found = short_labels([*LAYERS, "fc"])
+    assert [row[0] for row in found] == LAYERS
+    for labels in list(zip(*found, strict=True))[1:]:
+        assert len({*labels, "fc"}) == 35
+    assert [max(map(len, labels)) for labels in list(zip(*found, strict=True))[1:]][-1] <= 18
 
 
 @given(st.integers(2, 200), st.integers(0, 3))

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["short_names"]
+__all__ = ["short_labels", "short_names"]
 
 _GAP = "…"
+# Of pages, from a wide window to a phone.
+_WIDTHS = (42, 34, 28, 23, 18)
 # Words of letters within a dotted part: "self_attention", "SelfAttention".
 _WORD = re.compile(r"[A-Z]?[a-z]+|[^\W\d_]+")
 
@@ -45,8 +47,9 @@ def short_names(names: Sequence[str], width: int) -> list[str]:
     branching = _branching(split)
     endings = Counter(parts[start:] for parts in split for start in range(1, len(parts)))
     for name, parts in zip(different, split, strict=True):
-        known = [start for start in range(1, len(parts)) if endings[parts[start:]] == 1]
-        families.setdefault(re.sub(r"\d+", "0", name), []).append(_Name(name, parts, branching[parts], known))
+        tells = branching[parts]
+        known = [start for start in range(1, len(parts)) if tells[start] and endings[parts[start:]] == 1]
+        families.setdefault(re.sub(r"\d+", "0", name), []).append(_Name(name, parts, tells, known))
     ways = _ways({part for parts in split for part in parts})
     labels: dict[str, str] = {}
     for members in families.values():
@@ -55,6 +58,22 @@ def short_names(names: Sequence[str], width: int) -> list[str]:
     while twice := [label for label, times in Counter(labels.values()).items() if times > 1]:
         labels |= {name: name for name, label in labels.items() if label in twice}
     return [labels[name] for name in names]
+
+
+def short_labels(names: Sequence[str]) -> list[list[str]]:
+    """Labels of several widths for a page's script, which knows how much room there is.
+
+    Args:
+        names: The names of all layers.
+
+    Returns:
+        For each name that has a shorter label: the name, and its labels, the longest first.
+
+    >>> short_labels(["blocks.0.weight", "blocks.1.weight"])
+    []
+    """
+    tables = [short_names(names, width) for width in _WIDTHS]
+    return [list(row) for row in zip(names, *tables, strict=True) if any(label != row[0] for label in row)]
 
 
 @dataclass(frozen=True)
