@@ -318,6 +318,13 @@ def test_hostile_names(page: Browser, tmp_path: Path, names: tuple[str, ...]) ->
     assert page.run("document.documentElement.scrollHeight") < 30_000
 
 
+def test_settings_are_in_words_and_names_of_layers_as_they_are(page: Browser, tmp_path: Path) -> None:
+    settings = {"max_columns": 4, "capture": {"feed_forward.up_1.weight": "factored"}}
+    write_report(Results(synthetic.make_rows("feed_forward.up_1.weight"), settings=settings), tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.texts("#settings dt") == ["max columns", "capture", "feed_forward.up_1.weight"]
+
+
 @pytest.mark.parametrize("width", [1200, 400])
 def test_layers_that_differ_in_the_middle_of_their_names_have_different_labels(
     page: Browser, tmp_path: Path, width: int
