@@ -99,8 +99,22 @@ def test_long_names_keep_their_ends() -> None:
     (panel,) = shown(figures.cosines(Results(synthetic.make_rows(name) + synthetic.make_rows("b"))))
     text = panel.get_yticklabels()[0].get_text()
     assert len(text) < 45
-    assert text.startswith("encoder.")
+    assert text.startswith("encoder")
     assert text.endswith("deep.weight")
+
+
+def test_layers_that_differ_in_the_middle_of_their_names_have_different_labels() -> None:
+    parts = ("self_attention_output_projection_dense", "intermediate_feed_forward_expansion")
+    names = [f"encoder.transformer_layers.{i}.{part}.weight" for i in range(17) for part in parts]
+    rows = [row for name in [*names, "classifier.weight"] for row in synthetic.make_rows(name)]
+    (panel,) = shown(figures.cosines(Results(rows)))
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert labels[:2] == ["…0.self_attention_output_projection_dense", "…0.intermediate_feed_forward_expansion"]
+    assert len(set(labels)) == 35
+    assert max(map(len, labels)) <= 42
+    several = [dataclasses.replace(row, step=step) for row in rows for step in (0, 1)]
+    titles = [axes.get_title() for axes in shown(figures.cosines(Results(several)))]
+    assert titles == labels
 
 
 def test_nothing_measured_is_a_picture_that_says_so() -> None:

@@ -318,6 +318,31 @@ def test_hostile_names(page: Browser, tmp_path: Path, names: tuple[str, ...]) ->
     assert page.run("document.documentElement.scrollHeight") < 30_000
 
 
+def test_settings_are_in_words_and_names_of_layers_as_they_are(page: Browser, tmp_path: Path) -> None:
+    settings = {"max_columns": 4, "capture": {"feed_forward.up_1.weight": "factored"}}
+    write_report(Results(synthetic.make_rows("feed_forward.up_1.weight"), settings=settings), tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.texts("#settings dt") == ["max columns", "capture", "feed_forward.up_1.weight"]
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_layers_that_differ_in_the_middle_of_their_names_have_different_labels(
+    page: Browser, tmp_path: Path, width: int
+) -> None:
+    parts = ("self_attention_output_projection_dense", "intermediate_feed_forward_expansion")
+    names = [f"encoder.transformer_layers.{i}.{part}.weight" for i in range(17) for part in parts]
+    rows = [row for name in [*names, "classifier.weight"] for row in synthetic.make_rows(name)]
+    write_report(Results(rows), tmp_path / "long.html")
+    page.size(width, 900, phone=width < 500)
+    page.open(tmp_path / "long.html")
+    labels = "[...document.querySelectorAll('#view svg text')].filter((node) => node.querySelector('title'))"
+    shown = page.run(f"{labels}.map((node) => node.firstChild.data)")
+    assert page.run(f"{labels}.map((node) => node.querySelector('title').textContent)") == [*names, "classifier.weight"]
+    assert len(set(shown)) == 35
+    # none begins outside of the picture
+    assert page.run(f"{labels}.every((node) => node.getBBox().x >= 0)")
+
+
 @pytest.mark.parametrize(("layers", "steps"), [(100, 50), (5000, 1)])
 def test_fifty_thousand_rows_open_in_three_seconds(page: Browser, tmp_path: Path, layers: int, steps: int) -> None:
     """Of the page's own time, since the machine may have other work."""

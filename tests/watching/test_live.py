@@ -236,6 +236,45 @@ def test_it_fits_every_window(page: Browser, tmp_path: Path, width: int) -> None
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_layers_that_differ_in_the_middle_of_their_names_have_different_labels(
+    page: Browser, tmp_path: Path, width: int
+) -> None:
+    parts = ("self_attention_output_projection_dense", "intermediate_feed_forward_expansion")
+    names = [f"encoder.transformer_layers.{i}.{part}.weight" for i in range(17) for part in parts]
+    page.size(width, 900, phone=width < 500)
+    with serving(fabricated(tmp_path / "run", 34, 4, name=names.__getitem__)) as server:
+        page.open(server.url)
+        wait(page, shows("4 records"))
+        page.settle()
+        labels = page.texts(".map .names button")
+        assert len(set(labels)) == 34
+        assert labels[0].startswith("…16.interm")
+        buttons = "[...document.querySelectorAll('.map .names button')]"
+        assert sorted(page.run(f"{buttons}.map((button) => button.title)")) == sorted(names)
+        # whole, and the map has at least half of the width
+        assert page.run(f"{buttons}.every((button) => button.scrollWidth <= button.clientWidth)")
+        share = "document.querySelector('.map .cells').clientWidth / document.querySelector('.map').clientWidth"
+        assert page.run(share) > 0.5
+
+
+@pytest.mark.browser
+def test_on_a_phone_numbers_stay_whole_and_what_is_counted_begins_at_zero(page: Browser, tmp_path: Path) -> None:
+    page.size(400, 740, phone=True)
+    names = [f"transformer_layers.{i}.intermediate_feed_forward_expansion.weight" for i in range(3)]
+    with serving(fabricated(tmp_path / "run", 3, 20, name=names.__getitem__)) as server:
+        page.open(server.url)
+        wait(page, shows("20 records"))
+        page.click("#tab-update_ratio")
+        assert page.run("document.querySelector('.ramp-key').clientHeight") < 25
+        assert page.run("document.documentElement.scrollWidth") <= 400
+        panel = "[...document.querySelectorAll('#run .panel')].find(one => one.textContent.includes('Skipped steps'))"
+        texts = page.run(f"[...{panel}.querySelectorAll('svg text')].map((node) => node.textContent)")
+        assert "0" in texts
+        assert not [text for text in texts if text.startswith(("-", "−"))]
+
+
+@pytest.mark.browser
 def test_twelve_layers_and_a_thousand_records_stay_responsive(page: Browser, tmp_path: Path) -> None:
     names = [f"blocks.{i}.weight" for i in range(12)]
     folder = fabricated(tmp_path / "run", 12, 1000)

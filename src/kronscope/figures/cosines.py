@@ -10,6 +10,7 @@ from kronscope.figures import canvas
 from kronscope.figures.style import Style, condition_label
 from kronscope.measures.results import Results
 from kronscope.measures.rows import Row
+from kronscope.support.names import short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +47,7 @@ def cosines(results: Results) -> Figure:
 
 def _lines(results: Results) -> Figure:
     layers, conditions = results.layers, results.conditions
+    short = dict(zip(layers, short_names(layers, _LONGEST_NAME), strict=True))
     panels = [(layer, condition) for layer in layers for condition in conditions]
     columns = len(conditions) if len(layers) > 1 and len(conditions) > 1 else canvas.columns_for(len(panels))
     lines = math.ceil(len(panels) / columns)
@@ -59,7 +61,7 @@ def _lines(results: Results) -> Figure:
             continue
         layer, condition = panels[number]
         rows = [row for row in results if row.layer == layer and row.condition == condition]
-        axes.set_title(_panel_title(layer, condition, results), fontsize=8.5, color=canvas.INK)
+        axes.set_title(_panel_title(short[layer], condition, results), fontsize=8.5, color=canvas.INK)
         if not rows:
             canvas.blank(axes)
             continue
@@ -67,7 +69,7 @@ def _lines(results: Results) -> Figure:
         canvas.draw_cosines(axes, rows, looks)
         canvas.set_cosine_axis(axes, limits, label=number % columns == 0)
         canvas.step_axis(axes, label=number + columns >= len(panels))
-    common = [_shorten(layers[0])] if len(layers) == 1 else []
+    common = [short[layers[0]]] if len(layers) == 1 else []
     common += [condition_label(*conditions[0])] if len(conditions) == 1 else []
     if common:
         figure.suptitle(" · ".join(common), fontsize=10)
@@ -77,7 +79,7 @@ def _lines(results: Results) -> Figure:
 
 def _panel_title(layer: str, condition: tuple[str, str, int], results: Results) -> str:
     parts = [condition_label(*condition)] if len(results.conditions) > 1 else []
-    parts += [_shorten(layer)] if len(results.layers) > 1 else []
+    parts += [layer] if len(results.layers) > 1 else []
     return "\n".join(parts)
 
 
@@ -88,7 +90,7 @@ def _dots(results: Results) -> Figure:
     height = 0.36 * len(layers) if by_layer else 0.3 * len(looks)
     columns = canvas.columns_for(len(conditions))
     lines = math.ceil(len(conditions) / columns)
-    names = [_shorten(name) for name in (layers if by_layer else [look.name for look in looks.values()])]
+    names = short_names(layers if by_layer else [look.name for look in looks.values()], _LONGEST_NAME)
     margin = 0.075 * max((len(name) for name in names), default=0)
     figure = canvas.new_figure(max(3.4 * columns + margin, 4.5), (height + 0.8) * lines + (0.8 if by_layer else 0.5))
     limits = canvas.cosine_limits(row.cosine for row in results)
@@ -118,7 +120,7 @@ def _dots(results: Results) -> Figure:
             axes.axhspan(place - 0.5, place + 0.5, color="#f5f5f5", zorder=0, linewidth=0)
         axes.tick_params(axis="y", length=0, labelleft=number % columns == 0)
     step = f"step {results.steps[0]:,}"
-    figure.suptitle(step if by_layer else f"{_shorten(layers[0])}, {step}", fontsize=10)
+    figure.suptitle(step if by_layer else f"{short_names(layers, _LONGEST_NAME)[0]}, {step}", fontsize=10)
     if by_layer:
         canvas.legend_below(figure, rows=results)
     elif any(math.isfinite(row.stderr) for row in results):
@@ -141,11 +143,3 @@ def _scatter(axes: Axes, rows: Sequence[Row], places: Sequence[float], look: Sty
         elinewidth=1.0,
         label=look.name,
     )
-
-
-def _shorten(name: str) -> str:
-    """Leave out the middle of a long layer name: its ends tell most."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    half = (_LONGEST_NAME - 1) // 2
-    return f"{name[:half]}…{name[-half:]}"

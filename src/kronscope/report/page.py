@@ -19,6 +19,7 @@ from kronscope.measures.table import setting_lines
 from kronscope.measures.whole import WHOLE_MODEL, WholeModel
 from kronscope.report.assemble import assemble, static
 from kronscope.support.files import write_atomically
+from kronscope.support.names import short_labels
 
 __all__ = ["render", "write_report"]
 
@@ -123,6 +124,7 @@ def _run(name: str, results: Results) -> dict[str, Any]:
         "settings": {key: value for key, value in results.settings.items() if key not in _ELSEWHERE},
         "count": len(results.rows),
         "columns": _columns(results),
+        "short": short_labels(results.layers),
         "details": [schema.to_plain(detail) for detail in results.details if detail.kind != WHOLE_MODEL],
         "whole": [_whole_model(detail, results) for detail in results.details if detail.kind == WHOLE_MODEL],
     }

@@ -15,6 +15,7 @@ from typing import Any
 from kronscope.errors import RunError
 from kronscope.report.assemble import assemble, static
 from kronscope.runs import Run
+from kronscope.support.names import short_labels
 from kronscope.watching.records import FILE, WatchRecords
 
 __all__ = ["LiveServer", "lines_from"]
@@ -43,7 +44,11 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
         records = WatchRecords.load(folder)
-        layers = [{"name": name, "rows": m, "cols": n} for name, (m, n) in records.layers.items()]
+        short = {name: labels for name, *labels in short_labels(list(records.layers))}
+        layers = [
+            {"name": name, "rows": m, "cols": n, "short": short.get(name, [])}
+            for name, (m, n) in records.layers.items()
+        ]
         shared = [static(name) for name in ("nodes.js", "marks.js", "charts.js")]
         own = [static(name, __package__) for name in ("live_charts.js", "live.js")]
         self.page = assemble(

@@ -169,7 +169,8 @@ function render() {
   if (byId("only-chart").checked || !byId("table").firstChild) drawTable(shownInChart);
 }
 
-function tree(value) {
+// Settings by name; inside of them names may be those of layers, which stay as they are.
+function tree(value, name = (key) => key) {
   if (Array.isArray(value)) {
     if (value.every((item) => item === null || typeof item !== "object")) return value.map(String).join(", ") || "none";
     return element(
@@ -182,8 +183,8 @@ function tree(value) {
     return element(
       "dl",
       { class: "tree" },
-      Object.entries(value).map(([name, item]) => [
-        element("dt", {}, name.replaceAll("_", " ")),
+      Object.entries(value).map(([key, item]) => [
+        element("dt", {}, name(key)),
         element("dd", {}, tree(item)),
       ]),
     );
@@ -235,13 +236,14 @@ function drawNotes() {
 }
 
 function drawSettings() {
+  const words = (key) => key.replaceAll("_", " ");
   const shown = RUNS.filter((run) => Object.keys(run.settings).length);
   fill(
     byId("settings"),
     shown.map((run) =>
       shown.length > 1
-        ? element("details", { open: shown.length < 4 }, element("summary", {}, run.name), tree(run.settings))
-        : tree(run.settings),
+        ? element("details", { open: shown.length < 4 }, element("summary", {}, run.name), tree(run.settings, words))
+        : tree(run.settings, words),
     ),
   );
   byId("settings-section").hidden = !shown.length;

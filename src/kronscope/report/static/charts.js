@@ -160,17 +160,18 @@ function drawSeries(area, series, x, y, small) {
   });
 }
 
-// lines: [{name, dots: [{name, look, x, error, note}]}]: one line per layer (or approximation), its values across.
-function dotChart(holder, { lines, label, limits }) {
+// lines: [{name, dots: [{name, look, x, error, note}]}]: one line per layer (or approximation), its values across; short:
+// labels of names for where there is less room.
+function dotChart(holder, { lines, label, limits, short }) {
   const width = Math.max(holder.clientWidth, 260);
-  const longest = Math.max(...lines.map((line) => line.name.length), 4);
-  const left = Math.min(longest * 6.6 + 16, width * 0.42);
+  const names = labelsFor(lines.map((line) => line.name), short || new Map(), 12, Math.min(290, width * 0.42 - 16));
+  const left = Math.min(Math.max(names.width, 20) + 16, width * 0.5);
   const band = Math.max(26, Math.min(44, 300 / lines.length));
   const height = lines.length * band + 54;
   const area = frame(holder, width, height, { left, right: 16, top: 8, bottom: 46 }, label);
   const x = linearScale(limits[0], limits[1], area.left, area.right);
   const { ticks, digits } = niceTicks(limits[0], limits[1] - 1e-9, Math.max(3, Math.min(8, (width - left) / 70)));
-  const letters = Math.floor((left - 14) / 6.6);
+  const letters = Math.max(8, Math.floor(((left - 14) / Math.max(names.width, 1)) * Math.max(...names.texts.map((name) => name.length))));
   lines.forEach((line, i) => {
     if (i % 2 === 0)
       area.picture.append(
@@ -183,7 +184,8 @@ function dotChart(holder, { lines, label, limits }) {
           opacity: 0.5,
         }),
       );
-    const name = line.name.length > letters ? `…${line.name.slice(1 - letters)}` : line.name;
+    const own = names.texts[i];
+    const name = names.width > left - 14 && own.length > letters ? `…${own.slice(1 - letters)}` : own;
     const node = text(area.left - 8, area.top + (i + 0.5) * band + 4, name, { "text-anchor": "end", fill: INK });
     node.append(shape("title", {}, line.name));
     area.picture.append(node);

@@ -6,7 +6,12 @@ const MOST_LAYERS = 60;
 const MOST_LETTERS = 200;
 const FULL = new Map();
 const LABELS = new Map();
-const RUNS = DATA.runs.map((run, r) => ({ ...run, name: labelOf(run.name), ...rowsOf(run, r) }));
+const RUNS = DATA.runs.map((run, r) => ({
+  ...run,
+  name: labelOf(run.name),
+  ...rowsOf(run, r),
+  short: new Map(run.short.map(([name, ...labels]) => [labelOf(name), labels])),
+}));
 RUNS.forEach((run) =>
   run.details.forEach((detail) => {
     detail.layer = labelOf(detail.layer);

@@ -38,6 +38,20 @@ function breakable(name) {
   return name.split(/(?<=[./_])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
 }
 
+// The first of a name's labels, which are of several widths, with which all names fit into a room; else the last.
+function labelsFor(names, labels, fontSize, room) {
+  const own = names.map((name) => [name, ...(labels.get(name) || [])]);
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = `${fontSize}px system-ui, sans-serif`;
+  const widest = (texts) => texts.reduce((most, text) => Math.max(most, pen.measureText(plain(text)).width), 0);
+  const many = own.reduce((most, each) => Math.max(most, each.length), 0);
+  for (let i = 0; ; i += 1) {
+    const texts = own.map((each) => each[Math.min(i, each.length - 1)]);
+    const width = widest(texts);
+    if (width <= room || i >= many - 1) return { texts, width };
+  }
+}
+
 function unique(values) {
   return [...new Set(values)];
 }

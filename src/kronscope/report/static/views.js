@@ -256,7 +256,7 @@ function drawLayers(view, rows) {
   const label = `Cosine of each ${layers.length > 1 ? "layer" : "approximation"} at step ${state.step}, ${conditionName(state.condition)}`;
   const holder = chartHolder(label);
   fill(view, holder);
-  if (lines.length) dotChart(holder, { lines, label, limits: cosineLimits(shown.flatMap(reach), state.fit) });
+  if (lines.length) dotChart(holder, { lines, label, limits: cosineLimits(shown.flatMap(reach), state.fit), short: RUNS[state.run].short });
   else fill(holder, element("p", { class: "empty" }, "Nothing to show: turn on an approximation."));
   const layer = layers.length > 1 ? "" : shapeOf(rows[0]);
   return {

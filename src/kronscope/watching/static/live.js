@@ -129,7 +129,10 @@ function limitsOf(number, values) {
   const low = finite.reduce((a, b) => Math.min(a, b)),
     high = finite.reduce((a, b) => Math.max(a, b));
   const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-  return [low - pad, high + pad];
+  // what is counted begins at zero, and no axis goes below it where no value does
+  const log = NUMBERS[number]?.log;
+  if (number === "skipped_steps") return [0, Math.max(1, high + pad)];
+  return [!log && low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
 }
 
 // From pale to dark as it gets worse, in five stops that keep apart for every kind of eye.

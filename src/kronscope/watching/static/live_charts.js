@@ -79,13 +79,20 @@ function drawMap(number, order) {
   const names = element(
     "div",
     { class: "names" },
-    order.map((place) => nameButton(place, {})),
+    shortNames(order).map((label, i) => nameButton(order[i], {}, label)),
   );
   const under = element("div", { class: "under" }, element("span", {}, first), key, element("span", {}, last));
   fill(byId("map"), element("div", { class: "map" }, names, cells, under));
 }
 
-function nameButton(place, attributes) {
+// Names of layers as long as the map has room for, which is what live.css gives them.
+function shortNames(order) {
+  const room = Math.min(290, 0.4 * byId("map").clientWidth);
+  const labels = new Map(LAYERS.map((layer) => [layer.name, layer.short]));
+  return labelsFor(order.map((place) => LAYERS[place].name), labels, 12.8, room).texts;
+}
+
+function nameButton(place, attributes, label) {
   const { name } = LAYERS[place];
   const pressed = state.layer === place;
   return element(
@@ -100,7 +107,7 @@ function nameButton(place, attributes) {
       },
       ...attributes,
     },
-    breakable(name),
+    label ? [label] : breakable(name),
   );
 }
 
