@@ -326,9 +326,9 @@ class Watch:
         steps = math.ceil(left / clock.step_seconds) if clock.step_seconds > 0 else 0
         step = self.every * max(self.step // self.every + 1, math.ceil((self.step + steps) / self.every))
         return (
-            f"at about step {step:,} {due.what} (about {due.seconds:.2g} s); measuring may take "
-            f"{100 * measuring.budget:.3g} % of training's time, so far {measuring.seconds:.2g} s of "
-            f"{clock.training:.3g} s"
+            f"at about step {step:,} {due.what}, which takes about {due.seconds:.2g} s. Measuring may use "
+            f"{100 * measuring.budget:.3g} % of training's time: {measuring.budget * clock.training:.2g} s until now, "
+            f"of which {measuring.seconds:.2g} s are used"
         )
 
     def _pass_on(self, log: Log, record: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -24,7 +24,7 @@ const NUMBERS = {
 const CAPTIONS = {
   cosine_live: "Cosine of the Gauss–Newton matrix with the one that the optimizer's state stands for",
   update_ratio: "Size of a step relative to the weights",
-  residual: "How far the stored roots are from those of the present factors",
+  residual: "How far the stored roots are from those of the present factors; large values are normal, most of all in the first steps",
   staleness: "Steps since a layer's oldest root was taken",
   condition: "Largest over smallest eigenvalue of a factor",
   effective_rank: "Over how many directions a factor's trace is spread",
