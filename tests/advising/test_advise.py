@@ -164,8 +164,21 @@ def test_advice_is_measured_priced_and_can_be_trained_with() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    text = str(advice)
+    text = " ".join(str(advice).split())
     assert all(entry.layer in text and entry.reason in text for entry in advice.layers)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 400])
+def test_the_table_is_no_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    options = (option("both", 1.0, 3.0), option("diagonal", 0.97, 1.0))
+    names = [f"encoder.transformer_layers.{n}.self_attention_output.dense.weight" for n in range(3)]
+    layers = tuple(LayerAdvice(name, (64, 288), options, options[1], "a reason of many words " * 6) for name in names)
+    text = str(Advice(layers, Results([]), 0.05))
+    assert max(map(len, text.splitlines())) <= max(80, min(columns, 120))
+    assert all(name in text.splitlines() for name in names)
+    short = tuple(replace(layer, layer="fc", reason="cheaper") for layer in layers)
+    assert len(str(Advice(short, Results([]), 0.05)).splitlines()) == 4
 
 
 def test_attention_gets_all_options_and_measuring_changes_nothing() -> None:

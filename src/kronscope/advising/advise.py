@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import os
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kronscope.gradients.losses import LossFunction
 from kronscope.gradients.matrices import resolve_layers, unwrap
 from kronscope.measures import Results
 from kronscope.measures.measure import measure
+from kronscope.measures.table import text_width
 from kronscope.optim import Shampoo, param_groups
 from kronscope.optim.base import KroneckerOptimizer
 from kronscope.optim.explain import table
@@ -154,20 +156,28 @@ class Advice:
         return write_page(self, path)
 
     def __str__(self) -> str:
-        header = ("layer", "shape", "best fit", "recommended", "cosine", "ms", "why")
+        header = ("shape", "best fit", "recommended", "cosine", "ms")
         lines = [
             (
-                entry.layer,
                 "×".join(map(str, entry.shape)),
                 f"{entry.options[0].title} {entry.options[0].cosine:.2f}",
                 entry.choice.title,
                 f"{entry.choice.cosine:.2f}",
                 f"{entry.choice.milliseconds:.2g}",
-                entry.reason,
             )
             for entry in self.layers
         ]
-        return table(header, lines)
+        names, reasons = [entry.layer for entry in self.layers], [entry.reason for entry in self.layers]
+        beside = [(name, *line, why) for name, line, why in zip(names, lines, reasons, strict=True)]
+        text, width = table(("layer", *header, "why"), beside), text_width()
+        if max(map(len, text.splitlines())) <= width:
+            return text
+        # not all of it fits beside each other: a name stands above its numbers and the reason below
+        head, *numbers = table(header, lines).splitlines()
+        parts = [head]
+        for name, line, why in zip(names, numbers, reasons, strict=True):
+            parts += [name, line, textwrap.fill(why, width, initial_indent="    ", subsequent_indent="    ")]
+        return "\n".join(parts)
 
 
 def advise(

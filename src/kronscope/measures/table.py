@@ -19,7 +19,7 @@ from kronscope.support.texts import printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["condition_title", "setting_lines", "to_html", "to_rich", "to_text"]
+__all__ = ["condition_title", "setting_lines", "text_width", "to_html", "to_rich", "to_text"]
 
 _MATRICES = {
     "gauss_newton": "the Gauss–Newton matrix",
@@ -75,9 +75,14 @@ def setting_lines(settings: Mapping[str, Any], name: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def text_width() -> int:
+    """How wide plain text is: as the terminal, but between 80 and 120 columns."""
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+
+
 def to_text(results: Results) -> str:
     """Plain text without colours, as wide as the terminal but between 80 and 120 columns."""
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+    width = text_width()
     text = _render(results, width, ascii_only=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
