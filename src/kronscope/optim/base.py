@@ -18,7 +18,7 @@ from kronscope.kron.devices import ordinary_tensors
 from kronscope.kron.precision import full_precision
 from kronscope.kron.rescues import Rescue, recorded_rescues
 from kronscope.optim.advice import default_arguments
-from kronscope.optim.apply import check_has_data, check_supported, finite_gradients, what_is_not_finite
+from kronscope.optim.apply import check_fits, check_has_data, check_supported, finite_gradients, what_is_not_finite
 from kronscope.optim.calls import PLAIN, Calls, Compiled
 from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
@@ -87,8 +87,10 @@ class KroneckerOptimizer(InspectedOptimizer):
 
         Raises:
             DistributedError: processes do not fit together, or one of them died or hangs.
-            StateError: an earlier step failed half-way, and nothing was loaded since.
-            GradientError: a gradient is sparse or complex, or a parameter is on the meta device.
+            StateError: an earlier step failed half-way, and nothing was loaded since; or a parameter has another shape
+                than its state.
+            GradientError: a gradient is sparse or complex or of another shape than its parameter, or a parameter is on
+                the meta device.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
         loss = None
@@ -194,6 +196,7 @@ class KroneckerOptimizer(InspectedOptimizer):
             grad = self._placement.gradient(param)
             if grad is not None:
                 check_supported(grad, partial(self._name, param))
+                check_fits(param, partial(self._name, param))
                 grads[param] = grad
             else:
                 check_has_data(param, partial(self._name, param))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, KronscopeError, OptionError
+from kronscope.errors import DistributedError, KronscopeError, OptionError, StateError
 from kronscope.optim.advice import check_group_names
 from kronscope.optim.blocks import Layout
 from kronscope.optim.budgets import budgeted
@@ -176,7 +176,7 @@ class PlannedOptimizer(Optimizer):
         self._compared = True
 
     def _check_plan(self, *, ask: bool = False) -> None:
-        """Refuse changed layout options; plan anew where the groups hold other tensors than were planned.
+        """Refuse changed layout options; plan anew where the groups hold other tensors or shapes than were planned.
 
         Accelerate, for one, puts the sharded parameters of FSDP2 into the groups of a finished optimizer.
 
@@ -188,12 +188,31 @@ class PlannedOptimizer(Optimizer):
         check_layout_options(self.param_groups, [options for _, options in self._planned_with])
         params = [param for group in self.param_groups for param in group["params"]]
         if any(param not in self._layouts for param in params):
-            self._plan_anew(params, ask=ask)
+            self._plan_anew(replaced(self._places, params), ask=ask)
         if ask:
             # FSDP1 may have flattened them where they are
             check_not_flattened(params, self._name)
+        if self._have_new_shapes(params):
+            self._plan_anew({param: param for param in params}, ask=ask)
         if ask and not self._compared:
             self._compare()
+
+    def _have_new_shapes(self, params: Iterable[Tensor]) -> bool:
+        """Tell whether the data of planned parameters has other shapes now, as after a vocabulary has grown.
+
+        Raises:
+            StateError: one of them has a state, which fits the old shape alone.
+        """
+        layouts = self._layouts
+        changed = [p for p in params if p.shape != layouts[p].shape and not layouts[p].frozen]
+        for param in changed:
+            if "step" in self.state.get(param, {}):
+                raise StateError(
+                    f"{self._name(param)} has shape {tuple(param.shape)}, but its state was made for "
+                    f"{layouts[param].shape}: its data was replaced. Nothing was changed. Make a new optimizer; or let "
+                    f"this parameter start anew, with optimizer.state.pop(parameter)."
+                )
+        return bool(changed)
 
     def _leave_out_groups(self) -> None:
         """Follow groups that were taken out of ``param_groups``; the states of their parameters stay."""
@@ -207,12 +226,17 @@ class PlannedOptimizer(Optimizer):
         self._planned_with, self._stacks_for = planned, None
         self._plan()
 
-    def _plan_anew(self, params: list[Tensor], *, ask: bool) -> None:
+    def _plan_anew(self, places: Mapping[Tensor, Tensor], *, ask: bool) -> None:
+        """Plan for parameters that stand in the places of planned ones, and take over the states that fit.
+
+        Args:
+            places: What :func:`replaced` returns.
+            ask: All processes are here, and may be asked.
+        """
         before, planned_with = dict(self.__dict__), self._planned_with
-        places = replaced(self._places, params)
         states = kept_states(places, self.state, self._placement, ask=ask)
         try:
-            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == old.shape}
+            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == self._layouts[old].shape}
             self._forget_plan()
             self._layouts, self._planned_with = dict(layouts), planned_with
             self._plan()
