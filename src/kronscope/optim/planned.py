@@ -27,7 +27,7 @@ from kronscope.optim.options import (
 )
 from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, check_not_flattened, choose_placement
 from kronscope.optim.periods import Schedule
-from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
+from kronscope.optim.planning import add_roles, as_groups, is_trained, list_once, name_alike, plan_layouts
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import Stack
 from kronscope.optim.swaps import kept_states, replaced
@@ -77,6 +77,7 @@ class PlannedOptimizer(Optimizer):
         name_alike(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        list_once(group)
         if "param_names" in group:
             group["param_names"] = plain_names(group["param_names"])
         group.update({name: checked[name] for name in (*OBJECTS, "statistics")})

@@ -28,7 +28,7 @@ from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype
 from kronscope.support.callers import callers_level
 
-__all__ = ["add_roles", "as_groups", "is_trained", "name_alike", "plan_layouts"]
+__all__ = ["add_roles", "as_groups", "is_trained", "list_once", "name_alike", "plan_layouts"]
 
 
 def as_groups(params: Any) -> Any:
@@ -105,6 +105,18 @@ def name_alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
             other["param_names"] = place_names(index, other["params"])
     elif all(isinstance(param, Tensor) for param in listed):
         group["params"] = list(zip(place_names(len(groups), listed), listed, strict=True))
+
+
+def list_once(group: dict[str, Any]) -> None:
+    """Keep the first of each parameter in a group that torch has taken in, and warned of if one is there twice."""
+    first = {param: place for place, param in reversed(list(enumerate(group["params"])))}
+    kept = sorted(first.values())
+    if len(kept) == len(group["params"]):
+        return
+    for name in ("param_names", "roles"):
+        if len(group.get(name, ())) == len(group["params"]):
+            group[name] = [group[name][place] for place in kept]
+    group["params"] = [group["params"][place] for place in kept]
 
 
 def add_roles(groups: Sequence[dict[str, Any]], method: str, kind: str, *, whole: bool) -> None:
