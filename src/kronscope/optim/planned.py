@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, KronscopeError, OptionError, StateError
+from kronscope.errors import OptionError, StateError
 from kronscope.optim.advice import check_group_names
 from kronscope.optim.blocks import Layout
 from kronscope.optim.budgets import budgeted
@@ -27,10 +27,20 @@ from kronscope.optim.options import (
 )
 from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, check_not_flattened, choose_placement
 from kronscope.optim.periods import Schedule
-from kronscope.optim.planning import add_roles, as_groups, is_trained, list_once, name_alike, plan_layouts
+from kronscope.optim.planning import (
+    add_roles,
+    as_groups,
+    check_lists,
+    is_trained,
+    list_once,
+    listed,
+    name_alike,
+    plan_layouts,
+)
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import Stack
 from kronscope.optim.swaps import kept_states, replaced
+from kronscope.optim.undoing import all_or_nothing
 from kronscope.support.callers import callers_level
 
 __all__ = ["PlannedOptimizer"]
@@ -69,31 +79,33 @@ class PlannedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also in the middle of a run; they start at their own step 1.
 
+        Whatever is raised, nothing is added, and the group given is as it was.
+
         Raises:
-            OptionError: an option of the group is not allowed, or misspelt, or a parameter is lazy; nothing is added.
+            OptionError: an option of the group is not allowed, or misspelt, or a parameter is lazy.
+            DistributedError: the processes' groups differ.
         """
         check_group_names(param_group, self.defaults, type(self).__name__)
         checked = checked_group({**self.defaults, **param_group}, self.rule)
-        name_alike(param_group, self.param_groups)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        list_once(group)
-        if "param_names" in group:
-            group["param_names"] = plain_names(group["param_names"])
-        group.update({name: checked[name] for name in (*OBJECTS, "statistics")})
-        group.setdefault("skipped_steps", 0)
-        group["family"] = self.rule.name
-        if self._placed:
-            # the constructor's own groups are planned together, when all are there
-            try:
+        listed(param_group)
+        with all_or_nothing(self, param_group):
+            name_alike(param_group, self.param_groups)
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            check_lists(group)
+            list_once(group)
+            if "param_names" in group:
+                group["param_names"] = plain_names(group["param_names"])
+            group.update({name: checked[name] for name in (*OBJECTS, "statistics")})
+            group.setdefault("skipped_steps", 0)
+            group["family"] = self.rule.name
+            if self._placed:
+                # the constructor's own groups are planned together, when all are there
                 add_roles([group], self.defaults["method"], type(self).__name__, whole=False)
                 self._plan()
                 self._place([group])
-            except (OptionError, DistributedError):
-                self.param_groups.pop()
-                raise
-        self._planned_with.append((group, layout_options(group)))
-        self._stacks_for = None
+            self._planned_with.append((group, layout_options(group)))
+            self._stacks_for = None
 
     def _plan(self, thawed: Container[Tensor] = ()) -> None:
         """Decide the layouts of all parameters that have none, and of those that are no longer frozen.
@@ -121,8 +133,9 @@ class PlannedOptimizer(Optimizer):
         """Plan the parameters that were frozen and are not any more."""
         thawed = [param for param in self._frozen if is_trained(param)]
         if thawed:
-            self._plan()
-            self._place(self.param_groups, only=set(thawed))
+            with all_or_nothing(self):
+                self._plan()
+                self._place(self.param_groups, only=set(thawed))
 
     def _thawed_in(self, saved: dict[str, Any]) -> set[Tensor]:
         """Return the parameters that are frozen here but were not in the run that was saved."""
@@ -234,9 +247,9 @@ class PlannedOptimizer(Optimizer):
             places: What :func:`replaced` returns.
             ask: All processes are here, and may be asked.
         """
-        before, planned_with = dict(self.__dict__), self._planned_with
+        planned_with = self._planned_with
         states = kept_states(places, self.state, self._placement, ask=ask)
-        try:
+        with all_or_nothing(self):
             layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == self._layouts[old].shape}
             self._forget_plan()
             self._layouts, self._planned_with = dict(layouts), planned_with
@@ -244,9 +257,6 @@ class PlannedOptimizer(Optimizer):
             self._placement, self._placed = SingleProcess(), False
             # one process alone may notice first, so the others are asked in the next step
             self._place(self.param_groups, ask=False)
-        except KronscopeError:
-            self.__dict__.update(before)
-            raise
         self._compared, self.state = False, defaultdict(dict)
         for param, tensors in states.items():
             if param in layouts:
