@@ -31,6 +31,7 @@ from kronscope.optim.loading import (
     loaded_tensors,
     on_device,
     placed,
+    read_hypers,
     replaced_options,
     warn_of_replaced,
 )
@@ -360,8 +361,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         state_dict = matched(state_dict, self.param_groups, is_trained)
         decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.rule)
         state_dict = {**state_dict, "param_groups": decoded}
-        pairs = zip(self.param_groups, decoded, strict=False)
-        hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
+        hypers = read_hypers(self._hyper, self.param_groups, decoded)
         thawed = self._thawed_in(state_dict)
         layouts = {**self._layouts, **self._found_layouts(thawed)} if thawed else self._layouts
         names = list(self._names().values())
