@@ -129,8 +129,9 @@ class KroneckerOptimizer(InspectedOptimizer):
                 f"the next step."
             )
         self._check_plan(ask=True)
-        hypers = [self._known_hyper(group) for group in self.param_groups]
+        # before options are read: what a budget allows depends on all that is trained
         self._thaw()
+        hypers = self._known_hypers()
         active = self._active()
         if not active:
             return

@@ -60,7 +60,7 @@ class PlannedOptimizer(Optimizer):
     _planned_with: list[tuple[dict[str, Any], tuple[object, ...]]]
     _powers: dict[int, tuple[float, ...]]
     _schedules: dict[Budget, Schedule]
-    _hypers: dict[int, tuple[list[object], Hyper]]
+    _hypers: dict[int, tuple[dict[str, object], Hyper]]
     _placement: Placement
     _places: list[Tensor]
     _placed: bool
@@ -277,15 +277,24 @@ class PlannedOptimizer(Optimizer):
             self._schedules[budget] = budgeted(budget, self.param_groups, self._layouts, self.rule)
         return self._schedules[budget]
 
-    def _known_hyper(self, group: dict[str, Any]) -> Hyper:
-        """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
-        check_rates(group)
-        read = (group[name] for name in self.defaults if name not in ("lr", "weight_decay"))
-        options = [tuple(value) if isinstance(value, list) else value for value in read]
-        known = self._hypers.get(id(group))
-        if known is None or known[0] != options:
-            self._hypers[id(group)] = known = options, self._hyper(group)
-        return known[1]
+    def _known_hypers(self) -> list[Hyper]:
+        """Return :meth:`_hyper` of all groups, which takes its time, from the last step's where nothing changed."""
+        names = [name for name in self.defaults if name not in ("lr", "weight_decay")]
+        read = [{name: _seen(group[name]) for name in names} for group in self.param_groups]
+        for group, options in zip(self.param_groups, read, strict=True):
+            check_rates(group)
+            known = self._hypers.get(id(group))
+            # schedulers cycle betas, on which no cost depends
+            if known is not None and any(known[0][name] != options[name] for name in names if name != "betas"):
+                # what a budget allows follows from the options of all groups
+                self._schedules, self._hypers = {}, {}
+        hypers = []
+        for group, options in zip(self.param_groups, read, strict=True):
+            known = self._hypers.get(id(group))
+            if known is None or known[0] != options:
+                self._hypers[id(group)] = known = options, self._hyper(group)
+            hypers.append(known[1])
+        return hypers
 
     def _share(self, param: Tensor) -> Layout:
         """Return the part of a parameter's layout that this process works on."""
@@ -320,3 +329,13 @@ class PlannedOptimizer(Optimizer):
         self._powers = {}
         self._schedules = {}
         self._hypers = {}
+
+
+def _seen(value: object) -> object:
+    """Return an option such that it compares unequal once it has been changed in place."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_seen, value))
+    if isinstance(value, Tensor):
+        # another device would have to be waited for
+        return value.tolist() if value.device.type == "cpu" else (value, value._version)
+    return value
