@@ -77,6 +77,32 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], None], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("betas", (2.0, 0.5)),
+        ("betas", None),
+        ("eps", "small"),
+        ("refresh", '{"type": "Every", "stepz": 3}'),
+        ("refresh", '{"type": "Every", "steps": 0}'),
+        ("refresh", '{"type": "Every", "ste'),
+        ("refresh", '{"type": "Sometimes", "steps": 3}'),
+        ("refresh", "often"),
+        ("lr", math.nan),
+    ],
+    ids=str,
+)
+def test_a_damaged_option_is_refused_and_changes_nothing(name: str, value: object) -> None:
+    _, optimizer = trained("Shampoo")
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0][name] = value
+    with pytest.raises(StateError, match=f"option of group 0 of the saved state cannot be read: {name}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    optimizer.load_state_dict(before)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_damaged_state_is_refused_and_changes_nothing(family: str, damage: str) -> None:

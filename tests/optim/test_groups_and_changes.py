@@ -56,6 +56,21 @@ def test_betas_changed_in_place_are_taken_up():
     assert not torch.allclose(params[0], plain[0])
 
 
+def test_tensor_betas_changed_in_place_are_taken_up():
+    params = parameters((6, 4))
+    twins = copies(params)
+    grads = gradients((6, 4), 6)
+    ours = Shampoo([{"params": params, "betas": (0.9, torch.tensor(0.95, dtype=torch.float64))}], 0.01)
+    theirs = Shampoo(twins, 0.01, betas=(0.9, 0.95))
+    train(ours, params, [grads[:3]])
+    train(theirs, twins, [grads[:3]])
+    ours.param_groups[0]["betas"][1].fill_(0.5)
+    theirs.param_groups[0]["betas"] = (0.9, 0.5)
+    train(ours, params, [grads[3:]])
+    train(theirs, twins, [grads[3:]])
+    assert torch.equal(params[0], twins[0])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("scale", "typo"), ("refresh", "often"), ("solver", 3), ("decay", "decopled"), ("block_size", 2)],

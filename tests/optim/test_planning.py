@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -235,3 +236,39 @@ def test_the_layer_added_last_is_no_head():
     optimizer = Shampoo(param_groups(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))))
     optimizer.add_param_group({"params": list(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).named_parameters())})
     assert [how for how in methods(optimizer) if "head" in how] == ["AdamW (head)"]
+
+
+def _actor_and_critic() -> tuple[nn.Module, nn.Module]:
+    """Return two models with an encoder in common; their last layers have the same names."""
+    torch.manual_seed(0)
+    encoder = nn.Linear(6, 5)
+    return nn.Sequential(encoder, nn.Linear(5, 4)), nn.Sequential(encoder, nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("are_named", [True, False])
+def test_a_parameter_that_is_listed_twice_is_trained_once(kind, are_named):
+    def listed(models: tuple[nn.Module, nn.Module]) -> list[Any]:
+        return [entry for m in models for entry in (m.named_parameters() if are_named else m.parameters())]
+
+    ours, theirs = listed(_actor_and_critic()), listed(_actor_and_critic())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twice = kind(ours, 0.01)
+        once = kind(theirs[:4] + theirs[6:], 0.01)
+    assert sum("duplicate parameters" in str(one.message) for one in caught) == 1
+    assert len(twice.explain().rows) == len(twice.param_groups[0]["params"]) == 6
+    for optimizer in (twice, once):
+        params = optimizer.param_groups[0]["params"]
+        train(optimizer, params, [gradients(p.shape, 3, dtype=torch.float32) for p in params])
+    assert all(map(torch.equal, twice.param_groups[0]["params"], once.param_groups[0]["params"]))
+    twice.load_state_dict(once.state_dict())
+
+
+def test_a_parameter_that_is_added_twice_keeps_its_first_name_and_role():
+    optimizer = Shampoo(parameters((4, 3)))
+    first, second = parameters((4, 4), (4,))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer.add_param_group({"params": [("a", first), ("b", second), ("c", first)], "roles": ["head", "", ""]})
+    group = optimizer.param_groups[1]
+    assert [group[name] for name in ("params", "param_names", "roles")] == [[first, second], ["a", "b"], ["head", ""]]

@@ -269,6 +269,35 @@ def test_parameters_that_come_later_count_too():
     assert len(found[0]) == 1
 
 
+def test_parameters_that_thaw_are_spread_over_the_period_of_the_new_plan():
+    def phases(*, frozen: bool) -> tuple[int, list[torch.Tensor]]:
+        params = parameters(*[(4, 40)] * 12, (200_000,))
+        for param in params[:-1]:
+            param.requires_grad_(not frozen)
+        optimizer = Shampoo([(f"{i}.weight", p) for i, p in enumerate(params)], 1e-2, refresh=Budget(rows=300))
+        every = int(optimizer._hyper(optimizer.param_groups[0]).refresh.period)
+        for param in params:
+            param.requires_grad_(True)
+        train(optimizer, params, [gradients(param.shape, 1) for param in params])
+        # the last matrix is taken for a head
+        return every, [optimizer.state[param]["tile0.phase"] for param in params[:-2]]
+
+    (before, late), (after, early) = phases(frozen=True), phases(frozen=False)
+    assert before != after
+    assert all(map(torch.equal, late, early))
+
+
+def test_an_option_that_decides_costs_changes_a_budget_s_period_in_the_run_as_in_one_that_is_resumed():
+    params = parameters((6, 4), (5, 3))
+    optimizer = Shampoo([{"params": params[:1], "refresh": Budget(rows=100)}, {"params": params[1:]}], 1e-2)
+    train(optimizer, params, [gradients(param.shape, 2) for param in params])
+    optimizer._schedules[Budget(rows=100)] = Warmup(20, 77)
+    optimizer.param_groups[1]["power_rounds"] = 4
+    train(optimizer, params, [gradients(param.shape, 1) for param in params])
+    assert optimizer._schedules[Budget(rows=100)] != Warmup(20, 77)
+    assert optimizer._hypers[id(optimizer.param_groups[0])][1].refresh == optimizer._schedules[Budget(rows=100)]
+
+
 def test_embeddings_do_not_count_as_work_of_a_forward():
     table = ("tok_emb.weight", nn.Parameter(torch.empty(50_000, 256, device="meta")))
     with_table = Shampoo([table, *layer()], refresh=Budget(rows=4096)).explain().rows[1].refresh

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kronscope.errors import OptionError
 from kronscope.kron.operators import EigenbasisDiagonal
-from kronscope.optim import SOAP, Eigh, Every, Warmup
+from kronscope.optim import SOAP, Eigh, Every, Shampoo, Warmup
 from tests.optim.tools import copies, gradients, parameters, train
 
 
@@ -68,6 +72,18 @@ def test_reference_mode_equals_the_published_algorithm(shape):
         train(optimizer, [param], [[grad]])
         other.step(grad)
         assert torch.allclose(param, other.weight, rtol=1e-9, atol=1e-10), step
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_in_reference_mode_takes_more_groups(duplicate):
+    optimizer = duplicate(SOAP(parameters((3, 2)), reference=True))
+    optimizer.add_param_group({"params": parameters((4, 2))})
+    assert [group["refresh"] for group in optimizer.param_groups] == [Every(10), Every(10)]
+
+
+def test_the_schedule_of_another_optimizer_is_taken_as_it_is():
+    shown = inspect.signature(Shampoo).parameters["refresh"].default
+    assert SOAP(parameters((3, 2)), refresh=shown).param_groups[0]["refresh"] == shown
 
 
 def test_reference_mode_has_the_published_schedule_unless_told_otherwise():

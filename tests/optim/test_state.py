@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kronscope.errors import OptionError, StateError
+from kronscope.errors import DistributedError, OptionError, StateError
 from kronscope.optim import SOAP, Adaptive, Eigh, Graft, KLShampoo, Shampoo, Trace, WarmQR, Warmup
 from tests.optim.tools import copies, gradients, parameters, train
 
@@ -209,6 +209,57 @@ def test_a_wrong_group_is_refused_and_not_added():
         with pytest.raises(OptionError):
             optimizer.add_param_group({"params": parameters((4, 4)), **options})
         assert len(optimizer.param_groups) == 1
+
+
+def _plan_of(optimizer: Shampoo) -> tuple[Any, ...]:
+    return [dict(group) for group in optimizer.param_groups], dict(optimizer._layouts), list(optimizer._planned_with)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"roles": []}, OptionError, "'roles' of a group must be a list of strings, one for each of its 1 parameters"),
+        ({"roles": "a"}, OptionError, "'roles' of a group must be a list.*got 'a'"),
+        ({"param_names": ["a", "b"]}, OptionError, "'param_names' of a group must be a list.*got 2 of them"),
+        ({"split": [6.0]}, OptionError, "split"),
+        ({"params": [torch.zeros(2), "no"]}, TypeError, "can only optimize Tensors"),
+        ({"params": "first"}, ValueError, "more than one parameter group"),
+    ],
+    ids=str,
+)
+def test_whatever_is_wrong_with_a_group_nothing_is_added(wrong, error, words):
+    first, second = parameters((4, 3), (6, 4))
+    optimizer = Shampoo([first], 0.05)
+    before = _plan_of(optimizer)
+    group = {"params": iter([second]), **wrong}
+    if wrong.get("params") == "first":
+        group["params"] = [("named", first)]
+    names = set(group)
+    with pytest.raises(error, match=words):
+        optimizer.add_param_group(group)
+    assert _plan_of(optimizer) == before
+    assert set(group) == names
+    train(optimizer, [first], [gradients((4, 3), 1)])
+    optimizer.add_param_group({"params": second})
+    train(optimizer, [first, second], [gradients((4, 3), 1), gradients((6, 4), 1)])
+
+
+@pytest.mark.parametrize("error", [DistributedError("others have no such group"), KeyboardInterrupt()], ids=repr)
+def test_a_group_that_cannot_be_placed_is_not_added(error, monkeypatch):
+    first, second = parameters((4, 3), (6, 4))
+    optimizer = Shampoo([first], 0.05)
+    before = _plan_of(optimizer)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._placement, "compare", fail)
+        with pytest.raises(type(error)):
+            optimizer.add_param_group({"params": [("second", second)]})
+    assert _plan_of(optimizer) == before
+    optimizer.add_param_group({"params": [("second", second)]})
+    train(optimizer, [first, second], [gradients((4, 3), 2), gradients((6, 4), 2)])
 
 
 def test_groups_with_different_options_share_stacks_where_only_lr_and_decay_differ():

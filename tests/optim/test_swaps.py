@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronscope.errors import StateError
+from kronscope.errors import GradientError, StateError
 from kronscope.optim import SOAP, KLShampoo, Shampoo
 from tests.optim.tools import gradients, parameters
 
@@ -99,3 +99,58 @@ def test_parameters_may_be_left_out_and_must_be_added_properly() -> None:
     optimizer.param_groups[0]["params"] = params[1:]
     optimizer.step()
     assert [int(optimizer.state[param]["step"]) for param in params] == [2, 3, 3]
+
+
+def reshape(param: nn.Parameter, shape: tuple[int, ...]) -> None:
+    """Replace a parameter's data, as torch.nn.utils and vocabularies that grow do."""
+    param.data = torch.ones(shape, dtype=param.dtype)
+    param.grad = torch.ones(shape, dtype=param.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("index", "shape"), [(0, (9, 4)), (2, (100_000,)), (2, (2,))])
+def test_data_of_another_shape_than_the_state_is_refused_until_the_state_is_gone(
+    kind: str, index: int, shape: tuple[int, ...]
+) -> None:
+    params = parameters(*SHAPES)
+    optimizer = KINDS[kind](named(params))
+    steps(optimizer, [gradients(s, 2, seed=i) for i, s in enumerate(SHAPES)], range(2))
+    reshape(params[index], shape)
+    before = [param.detach().clone() for param in params]
+    words = rf"layer{index} has shape \({shape[0]},.*was made for \({SHAPES[index][0]},.*state\.pop\(parameter\)"
+    for use in (optimizer.step, optimizer.step, optimizer.state_dict):
+        with pytest.raises(StateError, match=words):
+            use()
+    assert all(map(torch.equal, params, before))
+    optimizer.state.pop(params[index])
+    optimizer.step()
+    counted = [int(optimizer.state[param]["step"]) for param in params]
+    assert counted == [1 if place == index else 3 for place in range(3)]
+    assert not any(map(torch.equal, params, before))
+    assert [row.shape for row in optimizer.explain().rows] == [tuple(param.shape) for param in params]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_of_another_shape_before_the_first_step_is_planned_anew(kind: str) -> None:
+    params, twins = parameters(*SHAPES), parameters(*SHAPES)
+    late = KINDS[kind](named(params))
+    for tensors in (params, twins):
+        reshape(tensors[0], (9, 4))
+        reshape(tensors[1], (5, 3))
+        reshape(tensors[2], (100_000,))
+    early = KINDS[kind](named(twins))
+    for _ in range(3):
+        late.step()
+        early.step()
+    assert all(map(torch.equal, params, twins))
+
+
+def test_a_gradient_of_another_shape_than_its_parameter_is_refused() -> None:
+    params = parameters(*SHAPES)
+    optimizer = Shampoo(named(params), 0.05)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[2].data = torch.zeros(100_000, dtype=torch.float64)
+    with pytest.raises(GradientError, match=r"layer2 has shape \(100000,\), its gradient \(4,\).*backward"):
+        optimizer.step()
+    assert not optimizer.state

@@ -12,6 +12,7 @@ from kronscope.errors import GradientError
 
 __all__ = [
     "apply_updates",
+    "check_fits",
     "check_has_data",
     "check_supported",
     "finite_gradients",
@@ -40,6 +41,20 @@ def check_supported(grad: Tensor, name: Callable[[], str]) -> None:
         raise GradientError(
             f"the gradient of {name()} has dtype {grad.dtype}; only real floating-point parameters can be trained. "
             f"A complex parameter can be stored as torch.view_as_real of itself."
+        )
+
+
+def check_fits(param: Tensor, name: Callable[[], str]) -> None:
+    """Refuse a gradient of another shape than its parameter's: what adds them would read beyond its end.
+
+    Raises:
+        GradientError: it has another shape.
+    """
+    grad = param.grad
+    if grad is not None and grad.shape != param.shape:
+        raise GradientError(
+            f"{name()} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}: its data was replaced after "
+            f"the backward pass. Call zero_grad(), and backward() again."
         )
 
 

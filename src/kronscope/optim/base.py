@@ -18,7 +18,7 @@ from kronscope.kron.devices import ordinary_tensors
 from kronscope.kron.precision import full_precision
 from kronscope.kron.rescues import Rescue, recorded_rescues
 from kronscope.optim.advice import default_arguments
-from kronscope.optim.apply import check_has_data, check_supported, finite_gradients, what_is_not_finite
+from kronscope.optim.apply import check_fits, check_has_data, check_supported, finite_gradients, what_is_not_finite
 from kronscope.optim.calls import PLAIN, Calls, Compiled
 from kronscope.optim.config import Hyper
 from kronscope.optim.elementwise import elementwise_state, elementwise_step
@@ -31,6 +31,7 @@ from kronscope.optim.loading import (
     loaded_tensors,
     on_device,
     placed,
+    read_hypers,
     replaced_options,
     warn_of_replaced,
 )
@@ -87,8 +88,10 @@ class KroneckerOptimizer(InspectedOptimizer):
 
         Raises:
             DistributedError: processes do not fit together, or one of them died or hangs.
-            StateError: an earlier step failed half-way, and nothing was loaded since.
-            GradientError: a gradient is sparse or complex, or a parameter is on the meta device.
+            StateError: an earlier step failed half-way, and nothing was loaded since; or a parameter has another shape
+                than its state.
+            GradientError: a gradient is sparse or complex or of another shape than its parameter, or a parameter is on
+                the meta device.
             NonFiniteError: a gradient is not finite and the option ``nonfinite`` is ``"raise"``.
         """
         loss = None
@@ -126,8 +129,9 @@ class KroneckerOptimizer(InspectedOptimizer):
                 f"the next step."
             )
         self._check_plan(ask=True)
-        hypers = [self._known_hyper(group) for group in self.param_groups]
+        # before options are read: what a budget allows depends on all that is trained
         self._thaw()
+        hypers = self._known_hypers()
         active = self._active()
         if not active:
             return
@@ -194,6 +198,7 @@ class KroneckerOptimizer(InspectedOptimizer):
             grad = self._placement.gradient(param)
             if grad is not None:
                 check_supported(grad, partial(self._name, param))
+                check_fits(param, partial(self._name, param))
                 grads[param] = grad
             else:
                 check_has_data(param, partial(self._name, param))
@@ -357,8 +362,7 @@ class KroneckerOptimizer(InspectedOptimizer):
         state_dict = matched(state_dict, self.param_groups, is_trained)
         decoded = decoded_groups(state_dict["param_groups"], self.param_groups, self.rule)
         state_dict = {**state_dict, "param_groups": decoded}
-        pairs = zip(self.param_groups, decoded, strict=False)
-        hypers = [self._hyper({**group, **saved}) for group, saved in pairs]
+        hypers = read_hypers(self._hyper, self.param_groups, decoded)
         thawed = self._thawed_in(state_dict)
         layouts = {**self._layouts, **self._found_layouts(thawed)} if thawed else self._layouts
         names = list(self._names().values())

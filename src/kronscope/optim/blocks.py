@@ -352,7 +352,8 @@ def _parts(rows: int, split: int | tuple[int, ...] | None) -> list[tuple[int, in
     if split is None:
         return [(0, rows)]
     sizes = (rows // split,) * split if isinstance(split, int) and split > 0 else split
-    if not isinstance(sizes, tuple) or sum(sizes) != rows or any(size < 1 for size in sizes):
+    are_sizes = isinstance(sizes, tuple) and {type(size) for size in sizes} == {int}
+    if not isinstance(sizes, tuple) or not are_sizes or sum(sizes) != rows or min(sizes) < 1:
         raise OptionError(f"split={split!r} does not divide {rows} rows; give a number of equal parts or their sizes.")
     edges = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.pairwise(edges))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronscope.errors import StateError
+from kronscope.errors import OptionError, StateError
 from kronscope.kron.roots import RootSolver
 from kronscope.optim.blocks import Layout
 from kronscope.optim.config import Hyper, decode, encode
@@ -32,6 +32,7 @@ __all__ = [
     "loaded_tensors",
     "on_device",
     "placed",
+    "read_hypers",
     "replaced_options",
     "warn_of_replaced",
 ]
@@ -69,9 +70,9 @@ def decoded_groups(
     Options that decide what the state looks like are the optimizer's.
 
     Raises:
-        StateError: another algorithm saved them: the same names mean other things there.
+        StateError: another algorithm saved them: the same names mean other things there; or an option is damaged.
     """
-    found = [{name: decode(value) for name, value in group.items()} for group in saved]
+    found = [{name: _decoded(name, value, index) for name, value in group.items()} for index, group in enumerate(saved)]
     for group, old in zip(groups, found, strict=False):
         for name in (*OBJECTS, "skipped_steps"):
             old.setdefault(name, group[name])
@@ -79,6 +80,42 @@ def decoded_groups(
         old.setdefault("statistics", 1)
         old.update({name: group[name] for name in (*LAYOUT_OPTIONS, "roles")})
         rule.check_saved_by(str(old["family"]))
+    return found
+
+
+def _decoded(name: str, value: object, index: int) -> object:
+    try:
+        return decode(value)
+    except (OptionError, ValueError, TypeError, KeyError) as error:
+        raise _unread(index, f"{name} is {value!r}: {error}") from error
+
+
+def _unread(index: int, what: str) -> StateError:
+    return StateError(
+        f"an option of group {index} of the saved state cannot be read: {what} The file is damaged, or of a newer "
+        f"version. Nothing was changed. Load another checkpoint."
+    )
+
+
+def read_hypers(
+    read: Callable[[dict[str, Any]], Hyper], groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[Hyper]:
+    """Return the options that groups will have when what was saved is loaded.
+
+    Args:
+        read: Returns a group's options.
+        groups: The optimizer's groups.
+        saved: The saved ones, as :func:`decoded_groups` returns them.
+
+    Raises:
+        StateError: one of them is not allowed.
+    """
+    found = []
+    for index, (group, old) in enumerate(zip(groups, saved, strict=False)):
+        try:
+            found.append(read({**group, **old}))
+        except OptionError as error:
+            raise _unread(index, str(error)) from error
     return found
 
 

@@ -14,7 +14,6 @@ from kronscope.errors import OptionError
 from kronscope.kron.roots import SOLVER_MEMBERS, RootSolver
 from kronscope.optim.config import (
     DEFAULT_REFRESH,
-    SLOWER_REFRESH,
     Budget,
     Graft,
     Hyper,
@@ -51,7 +50,7 @@ def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
     Raises:
         OptionError: an option has a value that is not allowed; the text names it.
     """
-    rule = rule.for_group(group)
+    family, rule = rule, rule.for_group(group)
     check_rates(group)
     _check_numbers(group)
     if group["nesterov"] and not group["momentum"] > 0:
@@ -73,7 +72,8 @@ def checked_group(group: dict[str, Any], rule: Rule) -> dict[str, Any]:
             f"{', '.join(missing)}; kronscope.kron.roots.RootSolver says what these are."
         )
     refresh, scale = parse_refresh(group["refresh"]), parse_scale(group["scale"])
-    if refresh is DEFAULT_REFRESH or refresh is SLOWER_REFRESH:
+    if refresh == family.default_refresh:
+        # what the signature shows stands for the variant's own; by value, for copies have another object
         refresh = rule.default_refresh
     every = group["statistics"]
     if every is None:

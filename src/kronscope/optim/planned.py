@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronscope.errors import DistributedError, KronscopeError, OptionError
+from kronscope.errors import OptionError, StateError
 from kronscope.optim.advice import check_group_names
 from kronscope.optim.blocks import Layout
 from kronscope.optim.budgets import budgeted
@@ -27,10 +27,20 @@ from kronscope.optim.options import (
 )
 from kronscope.optim.parallel import Placement, Planned, Ranges, SingleProcess, check_not_flattened, choose_placement
 from kronscope.optim.periods import Schedule
-from kronscope.optim.planning import add_roles, as_groups, is_trained, name_alike, plan_layouts
+from kronscope.optim.planning import (
+    add_roles,
+    as_groups,
+    check_lists,
+    is_trained,
+    list_once,
+    listed,
+    name_alike,
+    plan_layouts,
+)
 from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import Stack
 from kronscope.optim.swaps import kept_states, replaced
+from kronscope.optim.undoing import all_or_nothing
 from kronscope.support.callers import callers_level
 
 __all__ = ["PlannedOptimizer"]
@@ -50,7 +60,7 @@ class PlannedOptimizer(Optimizer):
     _planned_with: list[tuple[dict[str, Any], tuple[object, ...]]]
     _powers: dict[int, tuple[float, ...]]
     _schedules: dict[Budget, Schedule]
-    _hypers: dict[int, tuple[list[object], Hyper]]
+    _hypers: dict[int, tuple[dict[str, object], Hyper]]
     _placement: Placement
     _places: list[Tensor]
     _placed: bool
@@ -69,30 +79,33 @@ class PlannedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also in the middle of a run; they start at their own step 1.
 
+        Whatever is raised, nothing is added, and the group given is as it was.
+
         Raises:
-            OptionError: an option of the group is not allowed, or misspelt, or a parameter is lazy; nothing is added.
+            OptionError: an option of the group is not allowed, or misspelt, or a parameter is lazy.
+            DistributedError: the processes' groups differ.
         """
         check_group_names(param_group, self.defaults, type(self).__name__)
         checked = checked_group({**self.defaults, **param_group}, self.rule)
-        name_alike(param_group, self.param_groups)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if "param_names" in group:
-            group["param_names"] = plain_names(group["param_names"])
-        group.update({name: checked[name] for name in (*OBJECTS, "statistics")})
-        group.setdefault("skipped_steps", 0)
-        group["family"] = self.rule.name
-        if self._placed:
-            # the constructor's own groups are planned together, when all are there
-            try:
+        listed(param_group)
+        with all_or_nothing(self, param_group):
+            name_alike(param_group, self.param_groups)
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            check_lists(group)
+            list_once(group)
+            if "param_names" in group:
+                group["param_names"] = plain_names(group["param_names"])
+            group.update({name: checked[name] for name in (*OBJECTS, "statistics")})
+            group.setdefault("skipped_steps", 0)
+            group["family"] = self.rule.name
+            if self._placed:
+                # the constructor's own groups are planned together, when all are there
                 add_roles([group], self.defaults["method"], type(self).__name__, whole=False)
                 self._plan()
                 self._place([group])
-            except (OptionError, DistributedError):
-                self.param_groups.pop()
-                raise
-        self._planned_with.append((group, layout_options(group)))
-        self._stacks_for = None
+            self._planned_with.append((group, layout_options(group)))
+            self._stacks_for = None
 
     def _plan(self, thawed: Container[Tensor] = ()) -> None:
         """Decide the layouts of all parameters that have none, and of those that are no longer frozen.
@@ -120,8 +133,9 @@ class PlannedOptimizer(Optimizer):
         """Plan the parameters that were frozen and are not any more."""
         thawed = [param for param in self._frozen if is_trained(param)]
         if thawed:
-            self._plan()
-            self._place(self.param_groups, only=set(thawed))
+            with all_or_nothing(self):
+                self._plan()
+                self._place(self.param_groups, only=set(thawed))
 
     def _thawed_in(self, saved: dict[str, Any]) -> set[Tensor]:
         """Return the parameters that are frozen here but were not in the run that was saved."""
@@ -176,7 +190,7 @@ class PlannedOptimizer(Optimizer):
         self._compared = True
 
     def _check_plan(self, *, ask: bool = False) -> None:
-        """Refuse changed layout options; plan anew where the groups hold other tensors than were planned.
+        """Refuse changed layout options; plan anew where the groups hold other tensors or shapes than were planned.
 
         Accelerate, for one, puts the sharded parameters of FSDP2 into the groups of a finished optimizer.
 
@@ -188,12 +202,31 @@ class PlannedOptimizer(Optimizer):
         check_layout_options(self.param_groups, [options for _, options in self._planned_with])
         params = [param for group in self.param_groups for param in group["params"]]
         if any(param not in self._layouts for param in params):
-            self._plan_anew(params, ask=ask)
+            self._plan_anew(replaced(self._places, params), ask=ask)
         if ask:
             # FSDP1 may have flattened them where they are
             check_not_flattened(params, self._name)
+        if self._have_new_shapes(params):
+            self._plan_anew({param: param for param in params}, ask=ask)
         if ask and not self._compared:
             self._compare()
+
+    def _have_new_shapes(self, params: Iterable[Tensor]) -> bool:
+        """Tell whether the data of planned parameters has other shapes now, as after a vocabulary has grown.
+
+        Raises:
+            StateError: one of them has a state, which fits the old shape alone.
+        """
+        layouts = self._layouts
+        changed = [p for p in params if p.shape != layouts[p].shape and not layouts[p].frozen]
+        for param in changed:
+            if "step" in self.state.get(param, {}):
+                raise StateError(
+                    f"{self._name(param)} has shape {tuple(param.shape)}, but its state was made for "
+                    f"{layouts[param].shape}: its data was replaced. Nothing was changed. Make a new optimizer; or let "
+                    f"this parameter start anew, with optimizer.state.pop(parameter)."
+                )
+        return bool(changed)
 
     def _leave_out_groups(self) -> None:
         """Follow groups that were taken out of ``param_groups``; the states of their parameters stay."""
@@ -207,21 +240,23 @@ class PlannedOptimizer(Optimizer):
         self._planned_with, self._stacks_for = planned, None
         self._plan()
 
-    def _plan_anew(self, params: list[Tensor], *, ask: bool) -> None:
-        before, planned_with = dict(self.__dict__), self._planned_with
-        places = replaced(self._places, params)
+    def _plan_anew(self, places: Mapping[Tensor, Tensor], *, ask: bool) -> None:
+        """Plan for parameters that stand in the places of planned ones, and take over the states that fit.
+
+        Args:
+            places: What :func:`replaced` returns.
+            ask: All processes are here, and may be asked.
+        """
+        planned_with = self._planned_with
         states = kept_states(places, self.state, self._placement, ask=ask)
-        try:
-            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == old.shape}
+        with all_or_nothing(self):
+            layouts = {new: self._layouts[old] for new, old in places.items() if new.shape == self._layouts[old].shape}
             self._forget_plan()
             self._layouts, self._planned_with = dict(layouts), planned_with
             self._plan()
             self._placement, self._placed = SingleProcess(), False
             # one process alone may notice first, so the others are asked in the next step
             self._place(self.param_groups, ask=False)
-        except KronscopeError:
-            self.__dict__.update(before)
-            raise
         self._compared, self.state = False, defaultdict(dict)
         for param, tensors in states.items():
             if param in layouts:
@@ -242,15 +277,24 @@ class PlannedOptimizer(Optimizer):
             self._schedules[budget] = budgeted(budget, self.param_groups, self._layouts, self.rule)
         return self._schedules[budget]
 
-    def _known_hyper(self, group: dict[str, Any]) -> Hyper:
-        """Return :meth:`_hyper`, which takes its time, from the last step's where nothing it reads has changed."""
-        check_rates(group)
-        read = (group[name] for name in self.defaults if name not in ("lr", "weight_decay"))
-        options = [tuple(value) if isinstance(value, list) else value for value in read]
-        known = self._hypers.get(id(group))
-        if known is None or known[0] != options:
-            self._hypers[id(group)] = known = options, self._hyper(group)
-        return known[1]
+    def _known_hypers(self) -> list[Hyper]:
+        """Return :meth:`_hyper` of all groups, which takes its time, from the last step's where nothing changed."""
+        names = [name for name in self.defaults if name not in ("lr", "weight_decay")]
+        read = [{name: _seen(group[name]) for name in names} for group in self.param_groups]
+        for group, options in zip(self.param_groups, read, strict=True):
+            check_rates(group)
+            known = self._hypers.get(id(group))
+            # schedulers cycle betas, on which no cost depends
+            if known is not None and any(known[0][name] != options[name] for name in names if name != "betas"):
+                # what a budget allows follows from the options of all groups
+                self._schedules, self._hypers = {}, {}
+        hypers = []
+        for group, options in zip(self.param_groups, read, strict=True):
+            known = self._hypers.get(id(group))
+            if known is None or known[0] != options:
+                self._hypers[id(group)] = known = options, self._hyper(group)
+            hypers.append(known[1])
+        return hypers
 
     def _share(self, param: Tensor) -> Layout:
         """Return the part of a parameter's layout that this process works on."""
@@ -285,3 +329,13 @@ class PlannedOptimizer(Optimizer):
         self._powers = {}
         self._schedules = {}
         self._hypers = {}
+
+
+def _seen(value: object) -> object:
+    """Return an option such that it compares unequal once it has been changed in place."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_seen, value))
+    if isinstance(value, Tensor):
+        # another device would have to be waited for
+        return value.tolist() if value.device.type == "cpu" else (value, value._version)
+    return value

@@ -28,7 +28,16 @@ from kronscope.optim.rules import Rule
 from kronscope.optim.stacks import factor_dtype
 from kronscope.support.callers import callers_level
 
-__all__ = ["add_roles", "as_groups", "is_trained", "name_alike", "plan_layouts"]
+__all__ = [
+    "add_roles",
+    "as_groups",
+    "check_lists",
+    "is_trained",
+    "list_once",
+    "listed",
+    "name_alike",
+    "plan_layouts",
+]
 
 
 def as_groups(params: Any) -> Any:
@@ -53,18 +62,18 @@ def as_groups(params: Any) -> Any:
             f"an optimizer takes a model, model.named_parameters(), or groups of parameters; "
             f"got {type(params).__name__}."
         )
-    listed = list(params)
-    if any(isinstance(entry, nn.Module) for entry in listed):
+    entries = list(params)
+    if any(isinstance(entry, nn.Module) for entry in entries):
         raise OptionError(
             "a list of modules was given; pass one module, such as nn.ModuleList([first, second]), so that every "
             "parameter has a name of its own, or groups: [*ks.param_groups(first), *ks.param_groups(second)]."
         )
-    if not listed or not isinstance(listed[0], dict):
-        return [{"params": listed}] if listed else listed
-    for group in listed:
+    if not entries or not isinstance(entries[0], dict):
+        return [{"params": entries}] if entries else entries
+    for group in entries:
         if isinstance(group, dict) and not isinstance(group.get("params", ()), Tensor | list | set):
             group["params"] = list(group["params"])
-    return listed
+    return entries
 
 
 def _check_shaped(params: Iterable[Any]) -> None:
@@ -87,24 +96,60 @@ def is_trained(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
+def listed(group: dict[str, Any]) -> list[Any]:
+    """Return the parameters of a group as given, perhaps with names, and let them be gone through again."""
+    given = group.get("params", ())
+    entries = [given] if isinstance(given, Tensor) else list(given)
+    if not isinstance(given, Tensor | set):
+        group["params"] = entries
+    return entries
+
+
 def name_alike(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Make groups agree on having names, which torch insists on: where only some have, the others get places.
 
     Raises:
         OptionError: a parameter is lazy.
     """
-    given = group.get("params", ())
-    listed = [given] if isinstance(given, Tensor) else list(given)
-    _check_shaped(listed)
-    group["params"] = given if isinstance(given, Tensor | set) else listed
-    named = "param_names" in group or (bool(listed) and isinstance(listed[0], tuple))
-    if not groups or not listed or named == ("param_names" in groups[0]):
+    entries = listed(group)
+    _check_shaped(entries)
+    named = "param_names" in group or (bool(entries) and isinstance(entries[0], tuple))
+    if not groups or not entries or named == ("param_names" in groups[0]):
         return
     if named:
         for index, other in enumerate(groups):
             other["param_names"] = place_names(index, other["params"])
-    elif all(isinstance(param, Tensor) for param in listed):
-        group["params"] = list(zip(place_names(len(groups), listed), listed, strict=True))
+    elif all(isinstance(param, Tensor) for param in entries):
+        group["params"] = list(zip(place_names(len(groups), entries), entries, strict=True))
+
+
+def check_lists(group: Mapping[str, Any]) -> None:
+    """Refuse a group that torch has taken in if it does not say a name, or a role, of each parameter.
+
+    Raises:
+        OptionError: ``roles`` or ``param_names`` is no list of as many strings as there are parameters.
+    """
+    count = len(group["params"])
+    for name in ("param_names", "roles"):
+        value = group.get(name, [""] * count)
+        is_list = isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+        if not is_list or len(value) != count:
+            found = f"{len(value)} of them" if is_list else repr(value)
+            raise OptionError(
+                f"{name!r} of a group must be a list of strings, one for each of its {count} parameters; got {found}."
+            )
+
+
+def list_once(group: dict[str, Any]) -> None:
+    """Keep the first of each parameter in a group that torch has taken in, and warned of if one is there twice."""
+    first = {param: place for place, param in reversed(list(enumerate(group["params"])))}
+    kept = sorted(first.values())
+    if len(kept) == len(group["params"]):
+        return
+    for name in ("param_names", "roles"):
+        if name in group:
+            group[name] = [group[name][place] for place in kept]
+    group["params"] = [group["params"][place] for place in kept]
 
 
 def add_roles(groups: Sequence[dict[str, Any]], method: str, kind: str, *, whole: bool) -> None:
