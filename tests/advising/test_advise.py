@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import kronscope as ks
-from kronscope.advising.advise import Option, _choice
+from kronscope.advising.advise import Advice, LayerAdvice, Option, _choice
 from kronscope.advising.candidates import Blocks, OneSide, candidates
 from kronscope.errors import LayerError, OptionError
 from kronscope.kron.block_diagonal import BlockDiagonal
+from kronscope.measures import Results
 from kronscope.optim.blocks import LayoutOptions, plan_layout
 from tests.report.chromium import Browser
 
@@ -171,9 +172,11 @@ def test_advice_is_measured_priced_and_can_be_trained_with() -> None:
 @pytest.mark.parametrize("columns", [80, 100, 400])
 def test_the_table_is_no_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    options = (option("both", 1.0, 3.0), option("diagonal", 0.97, 1.0))
+    options = (option("shampoo2", 1.0, 3.0), option("diagonal", 0.97, 1.0))
     names = [f"encoder.transformer_layers.{n}.self_attention_output.dense.weight" for n in range(3)]
-    layers = tuple(LayerAdvice(name, (64, 288), options, options[1], "a reason of many words " * 6) for name in names)
+    layers = tuple(
+        LayerAdvice(name, (64, 288), 1.0, options, options[1], "a reason of many words " * 6) for name in names
+    )
     text = str(Advice(layers, Results([]), 0.05))
     assert max(map(len, text.splitlines())) <= max(80, min(columns, 120))
     assert all(name in text.splitlines() for name in names)

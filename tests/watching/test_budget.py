@@ -180,8 +180,8 @@ def test_every_record_says_when_the_next_cosines_are_due(monkeypatch: pytest.Mon
     watch = machine.run(monkeypatch, 300, 1)
     texts = [record["measuring"] for record in watch.records]
     assert texts[0] == (
-        "at about step 16 a forward pass of one sample, to see how long measuring takes, which takes about 1 s. Measuring may "
-        "use 10 % of training's time: 0 s until now, of which 0 s are used"
+        "at about step 16 a forward pass of one sample, to see how long measuring takes, which takes about 1 s. "
+        "Measuring may use 10 % of training's time: 0 s until now, of which 0 s are used"
     )
     trial = next(text for text in texts if "a trial on 1 sample" in text)
     assert trial.endswith("of which 0.2 s are used")
