@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kronscope import cli
+from kronscope.measures import progress
 
 MODULE = """
 import torch
@@ -55,6 +57,8 @@ def kronscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
+    # one line of progress would follow on a machine that takes ten seconds
+    monkeypatch.setattr(progress, "_FIRST_LINE", math.inf)
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["kronscope", *map(str, arguments)])

@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
         _avoid_broken_tiles()
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
+    # What is printed to a pipe must not depend on whose shell tests run in; processes that they start inherit this.
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        os.environ.pop(name, None)
     import hypothesis
     import torch
 

@@ -6,11 +6,11 @@ A fresh interpreter takes about five CPU seconds to get there, more than most te
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -120,11 +120,12 @@ def run_program(
     together: dict[str, str] = {}
     given = dict(variables or {})
     if size > 1:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        together |= {"GLOO_SOCKET_IFNAME": "lo"}
+        from torch.distributed import TCPStore
+
+        # held here, as by torchrun, so that nobody else takes the port before the processes meet
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size)}
+        together |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with tempfile.TemporaryDirectory() as written:
         processes = []
         for rank in range(size):
@@ -158,6 +159,10 @@ def _program(arguments: list[str], folder: str, environment: dict[str, str], fil
     sys.argv = arguments
     if arguments[0] == "kronscope":
         from kronscope import cli
+        from kronscope.measures import progress
+
+        # one line of progress would follow on a machine that takes ten seconds
+        progress._FIRST_LINE = math.inf
 
         cli.main()
     else:
