@@ -91,6 +91,7 @@ html_theme = "furo"
 html_title = "kronscope"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext" / "search_scores.js")
 html_show_search_summary = False  # fetching pages is what browsers forbid on a file system
 html_copy_source = False
 html_show_sourcelink = False
