@@ -26,6 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     # our own, in _ext
+    "gallery",
     "mathml",
     "examples_in_docstrings",
     "links_to_the_repository",
