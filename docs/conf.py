@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
 ]
 
 # --- pages
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 highlight_language = "none"
 
