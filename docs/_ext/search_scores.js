@@ -1,4 +1,5 @@
-// Which results come first: how-to pages, then tutorials, then names in the code; long tables of results come last.
+// Which results come first: how-to pages, then tutorials, then names in the code. Long tables of results come near the end, and the
+// changelog and contributing, which mention everything, at the very end.
 // Sphinx puts this in front of its search; a hit in a heading counts 15, one in the text 5.
 const _PAGES_FIRST = [
   [/^(measuring|optimizers|learning-rate|cheaper|distributed|integrations|watching|advice)$/, 12],
