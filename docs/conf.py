@@ -26,6 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     # our own, in _ext
+    "gallery",
     "mathml",
     "examples_in_docstrings",
     "links_to_the_repository",
@@ -42,7 +43,7 @@ nitpick_ignore_regex = [
 ]
 
 # --- pages
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 highlight_language = "none"
 
@@ -91,6 +92,7 @@ html_theme = "furo"
 html_title = "kronscope"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext" / "search_scores.js")
 html_show_search_summary = False  # fetching pages is what browsers forbid on a file system
 html_copy_source = False
 html_show_sourcelink = False

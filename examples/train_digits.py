@@ -1,6 +1,6 @@
 """
-Switch from AdamW
-=================
+Compare with AdamW
+==================
 
 Train the same small network with AdamW and with the three optimizers of kronscope, from the same start, on the same
 batches, at the same learning rate, and draw the losses.

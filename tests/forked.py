@@ -120,7 +120,7 @@ def run_program(
     together: dict[str, str] = {}
     given = dict(variables or {})
     if size > 1:
-        from torch.distributed.distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # held here, as by torchrun, so that nobody else takes the port before the processes meet
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

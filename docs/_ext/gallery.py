@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["example_order", "picture_scraper", "staged_examples"]
+__all__ = ["example_order", "picture_scraper", "setup", "staged_examples"]
 
 _ORDER = (
     "measure_digits",
@@ -24,10 +25,25 @@ _ORDER = (
 # of examples that draw nothing themselves
 _THUMBNAILS = {
     "watch_gpt.py": "images/watching/watch-middle.png",
-    "trainer.py": "_static/loop.svg",
+    "trainer.py": "_static/trainer.svg",
     "lightning_watch.py": "_static/loop.svg",
     "fsdp2.py": "_static/sharded.svg",
 }
+# What each thumbnail shows, for those who do not see it.
+_ALT = {
+    "measure_digits": "Cosines of two layers, before and after training, one line for each approximation",
+    "history_adagrad": "Cosines of two layers with Adagrad's matrix over a run, a line for each approximation",
+    "measure_transformer": "Cosines of layers of a language model as dots with error bars, one row for each layer",
+    "custom_approximation": "Cosines of two layers as dots, with Adafactor beside other approximations",
+    "train_digits": "Losses of AdamW, Shampoo, SOAP and KL-Shampoo over the steps of a run",
+    "watch_gpt": "The live page of a run: curves, a heat map of layers and steps, and a table",
+    "advise_cnn": "Cosines of four layers as dots, one for each way to precondition them",
+    "trainer": "Drawing of a falling loss that stops half-way and goes on from a checkpoint",
+    "lightning_watch": "Drawing of a training loop around the blocks of an optimizer",
+    "ddp": "Drawing of four processes that are connected with each other",
+    "fsdp2": "Drawing of a matrix cut into rows, each held by one process",
+}
+_THUMBNAIL = re.compile(r"(image:: \S+/sphx_glr_(?P<stem>\w+)_thumb\.\w+\n\s+:alt:)[ ]*$", re.MULTILINE)
 _HEAD = """Gallery
 =======
 
@@ -76,3 +92,15 @@ def picture_scraper(block: Any, block_vars: dict[str, Any], gallery_conf: dict[s
             shutil.copyfile(picture, target)
             placed.append(target)
     return figure_rst(placed, gallery_conf["src_dir"]) if placed else ""
+
+
+def _with_words(app: Any, name: str, content: list[str]) -> None:
+    # sphinx-gallery leaves the alternative text of thumbnails empty
+    if name == "gallery/index":
+        content[0] = _THUMBNAIL.sub(lambda match: f"{match[1]} {_ALT[match['stem']]}", content[0])
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Say what thumbnails show; an example without words for its thumbnail ends the build."""
+    app.connect("source-read", _with_words)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
+from html import unescape
 from typing import Any
 
 from docutils import nodes
@@ -12,10 +14,27 @@ __all__ = ["setup"]
 
 # Parentheses grow with what they enclose in MathML, so their sizes in TeX are left out.
 _SIZES = re.compile(r"\\[bB]igg?[lr]?(?![a-zA-Z])")
+# docutils reads the digits of \frac12 as one number.
+_HALVES = re.compile(r"\\([dt]?frac)(\d)(\d)")
+# those that HTML knows and XML does not
+_ENTITIES = re.compile(r"&(?!(?:lt|gt|amp|quot|apos);)\w+;")
+_NAMESPACE = "http://www.w3.org/1998/Math/MathML"
+_ACCENTS = "\u02c6\u02c9\u02dc"  # hat, bar, tilde
 
 
 def _mathml(tex: str, *, as_block: bool) -> str:
-    return tex2mathml(_SIZES.sub("", tex), as_block=as_block)
+    tex = _HALVES.sub(r"\\\1{\2}{\3}", _SIZES.sub("", tex))
+    root = ET.fromstring(_ENTITIES.sub(lambda match: unescape(match[0]), tex2mathml(tex, as_block=as_block)))
+    for element in root.iter(f"{{{_NAMESPACE}}}munderover"):
+        letter, index, accent = element
+        # docutils puts the index of a letter with an accent below it; it belongs beside both
+        if accent.text in _ACCENTS:
+            element.tag = f"{{{_NAMESPACE}}}msub"
+            both = ET.Element(f"{{{_NAMESPACE}}}mover", accent="true")
+            both.extend([letter, accent])
+            element[:] = [both, index]
+    ET.register_namespace("", _NAMESPACE)
+    return ET.tostring(root, encoding="unicode")
 
 
 def _inline(writer: Any, node: nodes.math) -> None:
