@@ -504,3 +504,16 @@ def test_odd_names_are_shown_as_they_are() -> None:
 def test_nothing_measured_is_said() -> None:
     assert str(Results([])) == "Nothing was measured."
     assert str(Results([], partial=True)).startswith("PARTIAL")
+
+
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [
+        ({"layers": ["a", "b"], "of": 5}, "2 of 5 layers done"),
+        ("all", "what was done"),
+        ({"layers": 3, "of": 5}, "what was done"),
+        (None, "what was done"),
+    ],
+)
+def test_how_much_is_done_is_said_if_the_file_says_it(done: object, words: str) -> None:
+    assert words in str(Results([], settings={"done": done}, partial=True))

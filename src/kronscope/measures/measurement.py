@@ -317,7 +317,11 @@ class Measurement:
         if self.kept is None:
             return set()
         (record,) = self.fits
-        whole = self.kept.settings.get("done", {}).get("layers", [])
+        match self.kept.settings.get("done"):
+            case {"layers": list(whole)}:
+                pass
+            case _:
+                whole = []
         self.done = [name for name in record.rows if name in whole]
         for name in self.done:
             record.rows[name] = [row for row in self.kept.rows if row.layer == name]

@@ -129,8 +129,10 @@ def to_rich(results: Results, width: int, *, ascii_only: bool = False) -> Iterat
 
 
 def _done(settings: Mapping[str, Any]) -> str:
-    done = settings.get("done")
-    return f"{len(done['layers'])} of {done['of']} layers done" if done else "this is what was done until then"
+    match settings.get("done"):
+        case {"layers": list(layers), "of": int(count)}:
+            return f"{len(layers)} of {count} layers done"
+    return "this is what was done until then"
 
 
 def _lines(block: _Block, width: int) -> Iterator[list[tuple[str, str]]]:
